@@ -1,0 +1,171 @@
+"""From the agent's state to Prometheus metric families."""
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+from prometheus_client import Metric as Family
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from llmobs import __version__, schema
+from llmobs.agent.run import Run, Source
+from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
+from llmobs.probes import NUMBERS, ROLES
+
+Samples = dict[tuple[str, ...], float]
+
+FROM_TOTALS: dict[str, tuple[str, float]] = {
+    "llmobs_requests_received_total": ("received", 1),
+    "llmobs_requests_total": ("ended", 1),
+    "llmobs_request_outcome_seconds_total": ("ended_ns", 1e-9),
+    "llmobs_rejections_total": ("rejections", 1),
+    "llmobs_prompt_tokens_total": ("prompt_tokens", 1),
+    "llmobs_generated_tokens_total": ("generated_tokens", 1),
+    "llmobs_preemptions_total": ("preemptions", 1),
+    "llmobs_requests": ("requests", 1),
+    "llmobs_batch_size_squares_total": ("batch_squares", 1),
+    "llmobs_queue_reason_seconds_total": ("wait_ns", 1e-9),
+    "llmobs_step_log_moment_total": ("log_moment", 1),
+    "llmobs_spec_tokens_total": ("spec_tokens", 1),
+    "llmobs_waiting_tokens": ("waiting_tokens", 1),
+    "llmobs_engine_last_step_timestamp_seconds": ("last_step_wall_ns", 1e-9),
+}
+"""Metric: the total it is read from, and its scale."""
+
+
+class RunCollector(Collector):
+    """Yields every family of the table, in its order."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def describe(self) -> list[Family]:
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        run = self.run
+        run.poll()
+        with run.lock:
+            families = [self._family(metric) for metric in METRICS]
+        yield from families
+
+    def _family(self, metric: Metric) -> Any:
+        labels = list(metric.labels)
+        family: Any
+        if metric.type is Type.HISTOGRAM:
+            family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+            for values, child in self.run.store.histograms.get(metric.name, {}).items():
+                family.add_metric(values, child.cumulative(), child.sum)
+            return family
+        make = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=labels)
+        for values, value in sorted(self._samples(metric).items()):
+            family.add_metric(values, value)
+        return family
+
+    def _samples(self, metric: Metric) -> Samples:
+        samples: Samples = dict(self.run.store.counters.get(metric.name, {}))
+        if metric.name in FROM_TOTALS:
+            total, scale = FROM_TOTALS[metric.name]
+            self._totals(samples, metric, total, scale)
+        elif metric.name not in self.run.store.counters:
+            samples = OWN[metric.name](self.run)
+        return samples
+
+    def _totals(self, samples: Samples, metric: Metric, total: str, scale: float) -> None:
+        """Add up one total over the processes."""
+        per_engine = "engine" in metric.labels
+        role = "engine_core" if per_engine else "api_server"
+        per_model = total in schema.PER_MODEL
+        dimensions = (schema.PER_MODEL if per_model else schema.PER_PROCESS)[total]
+        combinations = list(product(*(schema.LABELS[name] for name in dimensions)))
+        for source in self.run.sources.values():
+            roles = source.roles
+            # Tokens are counted by engines and front ends alike, each its own.
+            both = total == "generated_tokens" and "engine_core" in roles
+            if role not in roles and not both:
+                continue
+            if metric.type is Type.GAUGE and not source.alive:
+                continue
+            cells = source.floats if total in schema.FLOAT_TOTALS else source.cells
+            for number, model in enumerate(_models(source, per_model)):
+                base = schema.model_cell(total, number) if per_model else schema.PROCESS_CELL[total]
+                prefix = (model, str(source.info.get("engine", "0"))) if per_engine else (model,)
+                for offset, values in enumerate(combinations):
+                    key = (*prefix, *values)
+                    samples[key] = samples.get(key, 0) + cells[base + offset] * scale
+
+
+def _models(source: Source, per_model: bool) -> list[str]:
+    """The models whose cells are in use, by number."""
+    models = source.models
+    if not per_model:
+        return models[:1]
+    return models + ["other"] * (len(models) >= schema.MODEL_SLOTS - 1)
+
+
+def _served(run: Run) -> str:
+    for source in run.sources.values():
+        if source.models:
+            return source.models[0]
+    return ""
+
+
+def _lost(run: Run) -> Samples:
+    samples: Samples = {}
+    for source in run.sources.values():
+        for role in source.roles[:1]:
+            key = (source.models[0], role)
+            samples[key] = samples.get(key, 0) + source.lost
+    return samples
+
+
+def _guard(run: Run) -> Samples:
+    samples: Samples = {}
+    for source in run.sources.values():
+        for role in source.roles:
+            for probe, number in NUMBERS.items():
+                if ROLES[probe] == role:
+                    key = (source.models[0], role, probe)
+                    failures = source.cells[schema.GUARD_CELL + number]
+                    samples[key] = samples.get(key, 0) + failures
+    return samples
+
+
+def _attached(run: Run) -> Samples:
+    samples: Samples = {}
+    for source in run.sources.values():
+        if not source.alive:
+            continue
+        for probe, attached in source.info.get("probes", {}).items():
+            role = ROLES.get(probe, "")
+            if role in source.roles:
+                key = (source.models[0], role, probe)
+                samples[key] = min(samples.get(key, 1), attached)
+    return samples
+
+
+def _build(run: Run) -> Samples:
+    versions = [s.info["vllm"] for s in run.sources.values() if "vllm" in s.info]
+    return {(_served(run), __version__, versions[0] if versions else ""): 1}
+
+
+OWN: dict[str, Callable[[Run], Samples]] = {
+    "llmobs_incomplete_requests_total": lambda run: {(_served(run),): run.requests.incomplete},
+    "llmobs_records_lost_total": _lost,
+    "llmobs_spans_dropped_total": lambda run: {(_served(run), r): 0 for r in DROP_REASONS},
+    "llmobs_guard_errors_total": _guard,
+    "llmobs_probe_attached": _attached,
+    "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},
+    "llmobs_build_info": _build,
+}
+"""Families that are neither totals nor kept in the store."""
+
+if unknown := set(FROM_TOTALS) - set(BY_NAME):
+    sys.exit(f"no such metrics: {unknown}")

@@ -1,0 +1,88 @@
+"""The agent's HTTP page: Prometheus text or OpenMetrics on /metrics, finished requests as JSON."""
+
+import errno
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from http.server import ThreadingHTTPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from llmobs.agent.run import Run
+from llmobs.metrics import PHASES
+
+log = logging.getLogger("llmobs.agent")
+
+PORTS_TRIED = 100
+
+
+class _Server(ThreadingHTTPServer, WSGIServer):
+    """Threads, so that one slow scraper does not hold up another."""
+
+    daemon_threads = True
+    # SO_REUSEPORT and the like would let two servers share a port without a word.
+    allow_reuse_address = True
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
+    metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+
+    def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path == "/requests":
+            run.poll()
+            with run.lock:
+                finished = [request._asdict() for request in run.requests.finished]
+            body = json.dumps({"phases": PHASES, "requests": finished}).encode()
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [body]
+        if path == "/families":
+            families = [
+                (
+                    family.name,
+                    family.documentation,
+                    family.type,
+                    [tuple(s)[:3] for s in family.samples],
+                )
+                for family in registry.collect()
+            ]
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps(families).encode()]
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"llmobs: /metrics (Prometheus), /requests (JSON)\n"]
+
+    return application
+
+
+def serve(run: Run, registry: CollectorRegistry, host: str, port: int) -> tuple[str, int]:
+    """Serve on the port, or on the next free one; returns the address.
+
+    Raises OSError if the host is none of this machine's or no port is free.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+    class Server(_Server):
+        address_family = family
+
+    for candidate in range(port, min(port + PORTS_TRIED, 65536)):
+        try:
+            server = Server((str(address[0]), candidate), _Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        server.set_app(_application(run, registry))
+        threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
+        return str(address[0]), candidate
+    raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + PORTS_TRIED - 1}")

@@ -1,0 +1,294 @@
+"""Requests, put together from what the front ends and the engines recorded."""
+
+import time
+from collections import deque
+from itertools import pairwise
+from typing import Any
+
+from llmobs import schema
+from llmobs.agent.request import Admission, Finished, Request, first_token, phases_of
+from llmobs.agent.steps import SECOND, EngineView, Sequence
+from llmobs.agent.store import Store
+from llmobs.metrics import PHASES
+from llmobs.schema import Flag, Kind, Outcome
+from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
+
+REQUESTS_KEPT = 20_000
+PATIENCE_NS = 5_000_000_000
+"""How long the end of a request waits for the engine's last word on it."""
+ORPHANS_NS = 60_000_000_000
+"""How long a sequence that no front end spoke of is kept after its end."""
+
+
+class RequestView:
+    """Follows all front ends and engines of one server."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.by_key: dict[int, tuple[int, int]] = {}
+        self.orphans: dict[int, tuple[EngineView, Sequence]] = {}
+        self.ending: dict[tuple[int, int], Request] = {}
+        self.finished: deque[Finished] = deque(maxlen=REQUESTS_KEPT)
+        self.incomplete = 0
+        self.ends_seen: dict[int, int] = {}
+        self._handlers = {
+            Kind.ARRIVE: self._arrive,
+            Kind.ADMIT: self._admit,
+            Kind.FIRST: self._first,
+            Kind.SEQUENCE_END: self._sequence_end,
+            Kind.BEAMS: self._beams,
+            Kind.END: self._end,
+        }
+        self.models: dict[int, list[str]] = {}
+        self.default_engine = "0"
+
+    # Records of front ends; `ring` tells them apart
+
+    def feed(self, ring: int, record: tuple[Any, ...]) -> None:
+        """Take one record of a front end."""
+        handler = self._handlers.get(record[1])
+        if handler is not None:
+            _, _, x, y, z, columns, time_, _ = record
+            handler((ring, z), x, y, columns, time_)
+
+    def gap(self, ring: int) -> None:
+        """Records of a front end were lost: what was open there cannot be told whole any more."""
+        for identity, request in self.requests.items():
+            if identity[0] == ring:
+                request.complete = False
+
+    def missed_ends(self, ring: int, ended: int) -> None:
+        """`ended` requests ended at this front end, by its own count, and all its records are read:
+        those whose end was lost span a gap."""
+        missed = ended - self.ends_seen.get(ring, 0)
+        if missed > 0:
+            self.ends_seen[ring] = ended
+            self.incomplete += missed
+            # They are among the open ones that were there at the gap, and nothing tells which.
+            for identity in [i for i, r in self.requests.items() if i[0] == ring]:
+                request = self.requests[identity]
+                if not request.complete and identity not in self.ending:
+                    self._forget(identity, request)
+
+    def _arrive(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        self.requests[identity] = Request(time_, x)
+
+    def _admit(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        key, prompt, _, index, wall = columns[:5]
+        request = self.requests.get(identity)
+        if request is None:
+            if x & Flag.HTTP:
+                request = Request(time_, complete=False)
+            else:
+                # Without HTTP there is no record of the arrival; END has it.
+                request = Request(time_, schema.Route.LIBRARY, complete=not index or bool(wall))
+            self.requests[identity] = request
+        if request.cell < 0:
+            request.cell = y
+        admission = Admission(key, time_, x, prompt)
+        request.admissions[key] = admission
+        self.by_key[key] = identity
+        if key in self.orphans:
+            admission.engine, admission.sequence = self.orphans.pop(key)
+
+    def _first(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        request = self.requests.get(identity)
+        if request is None or not request.complete or request.cell < 0:
+            return
+        request.first_chunk = time_
+        self._observe_first(identity[0], request, time_)
+
+    def _sequence_end(
+        self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int
+    ) -> None:
+        request = self.requests.get(identity)
+        admission = request.admissions.get(columns[0]) if request is not None else None
+        if admission is not None:
+            admission.tokens, admission.ended = columns[1], time_
+
+    def _beams(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        request = self.requests.get(identity)
+        if request is not None:
+            numbers = [n for c in columns for n in (c & 0xFFFFFFFF, c >> 32 & 0xFFFFFFFF)]
+            request.beams += numbers[:x]
+
+    def _end(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        bucket, tokens, arrival, streamed, model = columns[:5]
+        self.ends_seen[identity[0]] = self.ends_seen.get(identity[0], 0) + 1
+        request = self.requests.get(identity)
+        if request is None:
+            self.incomplete += 1
+            return
+        request.arrival, request.end, request.outcome = arrival, time_, Outcome(x)
+        request.status, request.bucket, request.tokens = y, bucket, tokens
+        request.streamed, request.model = bool(streamed), model
+        self.ending[identity] = request
+        self._maybe_finish(identity, request)
+
+    # The engine's side
+
+    def sequence_changed(self, engine: EngineView, sequence: Sequence) -> None:
+        """A sequence came to the engine, or the engine is done with it (`left` is set then)."""
+        identity = self.by_key.get(sequence.key)
+        if identity is None:
+            self.orphans[sequence.key] = engine, sequence
+            return
+        request = self.requests[identity]
+        admission = request.admissions[sequence.key]
+        admission.engine, admission.sequence = engine, sequence
+        if sequence.left:
+            self._maybe_finish(identity, request)
+
+    def tidy(self, now: int, engines_alive: bool) -> None:
+        """Give up waiting for what will not come any more."""
+        for identity, request in list(self.ending.items()):
+            if now - request.end > PATIENCE_NS or not engines_alive:
+                self._finish(identity, request)
+        for key, (_, sequence) in list(self.orphans.items()):
+            if now - max(sequence.joined, sequence.left) > ORPHANS_NS:
+                del self.orphans[key]
+
+    def drop(self, ring: int) -> None:
+        """A front end is dead and read to its end: what is open there has no end."""
+        for identity in [i for i in self.requests if i[0] == ring]:
+            self._forget(identity, self.requests[identity])
+
+    def _forget(self, identity: tuple[int, int], request: Request) -> None:
+        for key in request.admissions:
+            self.by_key.pop(key, None)
+        self.requests.pop(identity, None)
+        self.ending.pop(identity, None)
+
+    def _maybe_finish(self, identity: tuple[int, int], request: Request) -> None:
+        if not request.end:
+            return
+        if not request.complete or all(
+            a.sequence and a.sequence.left for a in request.admissions.values()
+        ):
+            self._finish(identity, request)
+
+    # The end of a request
+
+    def model(self, ring: int, model: int) -> str:
+        """The name of a model, as this front end numbers them."""
+        models = self.models.get(ring, [])
+        return models[model] if model < len(models) else "other"
+
+    def _observe_first(self, ring: int, request: Request, time_: int) -> None:
+        """Book the time to the first token, and the length: both are known now."""
+        request.first_observed = True
+        bucket = BUCKET_NAMES[request.cell % schema.BUCKETS]
+        model = self.model(ring, request.cell // schema.BUCKETS)
+        engines = [a.engine.name for a in request.admissions.values() if a.engine is not None]
+        engine = engines[0] if engines else self.default_engine
+        self.store.histogram(
+            "decode_token_latency_seconds", model, engine, bucket, "first"
+        ).observe((time_ - request.arrival) / SECOND)
+        self._observe_length(ring, request)
+
+    def _observe_length(self, ring: int, request: Request) -> None:
+        if not request.length_observed:
+            request.length_observed = True
+            model = self.model(ring, request.cell // schema.BUCKETS)
+            prompt = sum(a.prompt for a in request.admissions.values())
+            self.store.histogram("context_len_histogram", model).observe(prompt)
+
+    def _finish(self, identity: tuple[int, int], request: Request) -> None:
+        self._forget(identity, request)
+        model = self.model(identity[0], request.model)
+        bucket = BUCKET_NAMES[request.bucket] if request.bucket < schema.BUCKETS else UNKNOWN
+        sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
+        if not request.complete or not all(s.complete for s in sequences):
+            self.incomplete += 1
+            if bucket != UNKNOWN:
+                for objective in ("first_token", "token_gap"):
+                    labels = (model, bucket, objective, "excluded")
+                    self.store.add("llmobs_slo_requests_total", *labels)
+            return
+        self._cut(request)
+        seconds = (request.end - request.arrival) / SECOND
+        self.store.histogram("llmobs_request_seconds", model, bucket).observe(seconds)
+        phases = phases_of(request)
+        if bucket != UNKNOWN:
+            for phase, value in zip(PHASES, phases, strict=False):
+                self.store.histogram("llmobs_request_phase_seconds", model, phase, bucket).observe(
+                    value / SECOND
+                )
+        prompt = sum(a.prompt for a in request.admissions.values())
+        if request.admissions:
+            self._observe_length(identity[0], request)
+        for admission in request.admissions.values():
+            sequence, engine = admission.sequence, admission.engine
+            if sequence is not None and engine is not None and sequence.joined:
+                waited = (sequence.joined - admission.time) / SECOND
+                self.store.add(
+                    "llmobs_queue_reason_seconds_total",
+                    *(engine.models[0], engine.name, "engine_busy"),
+                    amount=max(waited, 0.0),
+                )
+        first = first_token(request)
+        if first and not request.first_observed and request.cell >= 0:
+            self._observe_first(identity[0], request, first)
+        gaps = [s.longest_gap for s in sequences if s.first]
+        gap = max(gaps) / SECOND if gaps else None
+        ttft = (first - request.arrival) / SECOND if first else None
+        if bucket != UNKNOWN:
+            self._verdict(request, model, request.bucket, ttft, gap)
+        self.finished.append(
+            Finished(
+                ended=time.time() - (time.monotonic_ns() - request.end) / SECOND,
+                model=model,
+                context_bucket=bucket,
+                outcome=request.outcome.name.lower(),
+                status=request.status,
+                prompt_tokens=prompt,
+                output_tokens=request.tokens,
+                seconds=seconds,
+                first_token=ttft,
+                longest_gap=gap,
+                preemptions=sum(len(s.preemptions) for s in sequences),
+                phases=tuple(value / SECOND for value in phases),
+            )
+        )
+
+    def _cut(self, request: Request) -> None:
+        """Book the tokens of the sequences whose end the front end decided."""
+        beams = []
+        for admission in request.admissions.values():
+            sequence, engine = admission.sequence, admission.engine
+            if sequence is None or engine is None:
+                continue
+            if admission.flags & Flag.BEAM:
+                beams.append(sequence)
+            elif admission.flags & Flag.CUT and sequence.first:
+                engine.cut(sequence, max(admission.tokens, 1))
+        if beams and request.beams:
+            # Each round of beam search is one token of every beam; the rounds are told apart by
+            # their ends.
+            rounds = sorted({s.first for s in beams if s.first})
+            engine = next(a.engine for a in request.admissions.values() if a.engine is not None)
+            gaps = engine.gaps(request.cell)
+            differences = [b - a for a, b in pairwise(rounds)]
+            for length in request.beams:
+                for place in range(length - 1):
+                    gap = differences[place] if place < len(differences) else 0
+                    gaps.observe(gap / SECOND)
+            for sequence in beams:
+                sequence.longest_gap = max(differences, default=0)
+
+    def _verdict(
+        self, request: Request, model: str, bucket: int, ttft: float | None, gap: float | None
+    ) -> None:
+        target = SLO.buckets[bucket]
+        name = target.name
+        pooling = any(a.flags & Flag.POOLING for a in request.admissions.values())
+        if pooling or (request.outcome is Outcome.REJECTED and 400 <= request.status < 500):
+            first = "excluded"
+        else:
+            first = "good" if ttft is not None and ttft <= target.first_token else "bad"
+        pauses = "excluded"
+        if gap is not None:
+            pauses = "good" if gap <= target.token_gap else "bad"
+        self.store.add("llmobs_slo_requests_total", model, name, "first_token", first)
+        self.store.add("llmobs_slo_requests_total", model, name, "token_gap", pauses)

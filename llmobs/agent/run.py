@@ -1,0 +1,188 @@
+"""One server's run folder: finds its rings, tails them, knows who is alive."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from llmobs import schema
+from llmobs.agent.requests import RequestView
+from llmobs.agent.steps import EngineView
+from llmobs.agent.store import Store
+from llmobs.metrics import METRICS, Exactness
+from llmobs.ring import SUFFIX, Reader, RingError
+from llmobs.schema import Kind
+
+log = logging.getLogger("llmobs.agent")
+
+FRONT_KINDS = frozenset({k for k in Kind if k < Kind.JOIN})
+
+
+class Source:
+    """One ring, and what is left of it once its process is dead."""
+
+    def __init__(self, number: int, reader: Reader) -> None:
+        self.number = number
+        self.reader = reader
+        self.info: dict[str, Any] = {}
+        self.lost = 0
+        self.records = 0
+        self.alive = True
+        self.drained = False
+        self.cells: Any = reader.cells
+        self.floats: Any = reader.floats
+        self.engine: EngineView | None = None
+        self._late = True
+        """Whether ends may have been lost that nobody was told of yet."""
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.info.get("roles", ()))
+
+    @property
+    def models(self) -> list[str]:
+        return list(self.info.get("models", ()))
+
+    def finish(self) -> None:
+        """The process is dead and all is read: keep the totals, let the file go."""
+        self.cells, self.floats = self.cells.tolist(), self.floats.tolist()
+        self.reader.close()
+        self.drained = True
+
+
+class Run:
+    """All that is known of one server. `lock` guards everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.store = Store()
+        self.requests = RequestView(self.store)
+        self.engines: dict[str, EngineView] = {}
+        self.sources: dict[str, Source] = {}
+        self.refused: dict[str, str] = {}
+        self.restarts = 0
+        self._prepared: set[tuple[str, str]] = set()
+
+    def poll(self) -> int:
+        """Read all that is new in all rings; returns the number of records."""
+        with self.lock:
+            return self._poll()
+
+    def _poll(self) -> int:
+        self._discover()
+        total = 0
+        for source in self.sources.values():
+            if not source.drained:
+                total += self._read(source)
+        now = time.monotonic_ns()
+        for engine in self.engines.values():
+            engine.match()
+        self.requests.tidy(now, any(s.alive and s.engine for s in self.sources.values()))
+        return total
+
+    def _discover(self) -> None:
+        try:
+            names = sorted(p.name for p in self.folder.iterdir() if p.suffix == SUFFIX)
+        except OSError:
+            return
+        for name in names:
+            if name in self.sources or name in self.refused:
+                continue
+            try:
+                reader = Reader(self.folder / name)
+            except RingError as error:
+                self.refused[name] = str(error)
+                log.warning("ring refused: %s", error)
+                continue
+            source = Source(len(self.sources) + 1, reader)
+            self.sources[name] = source
+            self._describe(source)
+
+    def _describe(self, source: Source) -> None:
+        info = source.reader.info()
+        if not info or info == source.info:
+            return
+        source.info = info
+        models = source.models
+        self.requests.models[source.number] = models
+        engine_name = str(info.get("engine", "0"))
+        if "engine_core" in source.roles or "worker" in source.roles:
+            engine = self.engines.get(engine_name)
+            if engine is None:
+                engine = EngineView(engine_name, self.store, self.requests.sequence_changed)
+                self.engines[engine_name] = engine
+                self.requests.default_engine = min(self.engines)
+            source.engine = engine
+            if "engine_core" in source.roles or not engine.models:
+                engine.models = models
+        for model in models:
+            for engine_name in self.engines or ("0",):
+                self._prepare(model, engine_name)
+
+    def _prepare(self, model: str, engine: str) -> None:
+        """Let every known series stand at 0 from the start."""
+        if (model, engine) in self._prepared:
+            return
+        self._prepared.add((model, engine))
+        for metric in METRICS:
+            if metric.exactness is Exactness.RECORDS:
+                self.store.prepare(metric, {"model_name": (model,), "engine": (engine,)})
+
+    def _read(self, source: Source) -> int:
+        alive = source.reader.alive()  # before reading: what a dead process wrote is all there
+        total = 0
+        try:
+            ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
+            while True:
+                batch = source.reader.read()
+                if batch.lost:
+                    self._gap(source, batch.lost)
+                if not len(batch.records):
+                    break
+                total += len(batch.records)
+                self._feed(source, batch.records.tolist())
+        except RingError as error:
+            log.warning("ring given up: %s", error)
+            alive = False
+        self._describe(source)
+        if source.lost and "api_server" in source.roles:
+            self.requests.missed_ends(source.number, ended)
+        source.records += total
+        source.alive = alive
+        if not alive:
+            self.requests.drop(source.number)
+            source.finish()
+        return total
+
+    def _gap(self, source: Source, lost: int) -> None:
+        source.lost += lost
+        if source.engine is not None:
+            source.engine.gap()
+        if "api_server" in source.roles:
+            self.requests.gap(source.number)
+
+    def _feed(self, source: Source, records: list[tuple[Any, ...]]) -> None:
+        engine, number = source.engine, source.number
+        for record in records:
+            if record[1] in FRONT_KINDS:
+                self.requests.feed(number, record)
+            elif engine is not None:
+                engine.feed(record)
+        self._describe(source)
+
+    def skip_to_newest(self) -> None:
+        """After a restart: what was read before must not be counted twice. A ring that has not gone
+        round yet is read again from its start instead, and so nothing is missing at all."""
+        with self.lock:
+            self._discover()
+            for source in self.sources.values():
+                newest = source.reader.newest()
+                if newest > source.reader.capacity:
+                    self._gap(source, 0)
+                    source.reader.position = newest + 1
+
+    def alive(self) -> bool:
+        """Whether any process of the server still runs."""
+        return any(source.alive for source in self.sources.values())

@@ -1,0 +1,470 @@
+"""What the engine's records say: steps, and the life of each sequence in them."""
+
+import time as clock
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmobs import schema
+from llmobs.agent.store import Histogram, Store
+from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState
+from llmobs.slo import BUCKET_NAMES
+
+now = clock.monotonic_ns
+WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
+SECOND = 1e9
+SETTLE_NS = 500_000_000
+STEPS_KEPT = 1 << 17
+"""Eleven minutes at 200 steps a second. Sequences that decode for longer are folded."""
+
+STEP_COLUMNS = np.dtype(
+    [
+        *[(name, "<i8") for name in ("start", "scheduled", "update", "end")],
+        *[(name, "<i8") for name in ("forward", "sampling")],
+        *[(name, "<i4") for name in ("sequences", "tokens", "waiting")],
+        ("kind", "u1"),
+        ("wait", "u1"),
+    ]
+)
+
+
+@dataclass
+class Preemption:
+    """From losing the blocks until what was lost is computed again (0: not yet)."""
+
+    start: int
+    end: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request of the engine. Times in nanoseconds (monotonic), 0 where it has not happened.
+
+    `runs` are the stretches of steps (indices into the log, both ends included) in which it yielded
+    a token a step, but for those in `skipped`; `odd` maps a step to the tokens it yielded there
+    where that is not one.
+    """
+
+    number: int
+    key: int
+    cell: int
+    prompt: int
+    flags: int
+    complete: bool
+    joined: int = 0
+    started: int = 0
+    first: int = 0
+    last: int = 0
+    left: int = 0
+    state: SequenceState = WAITING
+    cached: int = 0
+    chunks: int = 0
+    to_recompute: int = 0
+    runs: list[list[int]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    odd: dict[int, int] = field(default_factory=dict)
+    preemptions: list[Preemption] = field(default_factory=list)
+    longest_gap: int = 0
+    """Of what was folded away, and after the end of everything; nanoseconds."""
+    final_tokens: int = -1
+
+    @property
+    def counted(self) -> bool:
+        """Whether its gaps go into the histogram step by step."""
+        return self.complete and not self.flags & Flag.CUT
+
+
+class EngineView:
+    """Follows one engine through its records.
+
+    The decoding sequences fall into those that yielded a token in the last step, known only by
+    their number per cell, and the few in `behind`, by the time of their last token. So the usual
+    step costs one histogram update per cell, whatever the batch.
+    """
+
+    def __init__(
+        self, name: str, store: Store, changed: Callable[["EngineView", Sequence], None]
+    ) -> None:
+        self.name = name
+        self.store = store
+        self._changed = changed
+        self.models: list[str] = []
+        self.sequences: dict[int, Sequence] = {}
+        self.log: npt.NDArray[np.void] = np.zeros(STEPS_KEPT, STEP_COLUMNS)
+        self.steps = 0
+        self.last_end = 0
+        self.level: dict[int, int] = {}
+        self.behind: dict[int, int] = {}
+        self.pairs: list[int] = []
+        self.skips: list[int] = []
+        self.recomputing: dict[int, list[Sequence]] = {}
+        self.resync = False
+        self.snapshot: set[int] | None = None
+        self.unmatched: deque[tuple[int, int, int]] = deque(maxlen=1024)
+        self.forwards: deque[list[int]] = deque(maxlen=1024)
+        self._gaps: dict[int, Histogram] = {}
+        self._stages: dict[tuple[str, int], Histogram] = {}
+        self._sizes: dict[int, Histogram] = {}
+        self._handlers: dict[int, Callable[..., None]] = {
+            Kind.JOIN: self._join,
+            Kind.CHUNK: self._chunk,
+            Kind.PREEMPT: self._preempt,
+            Kind.TOKENS: self._tokens,
+            Kind.SKIP: self._skip,
+            Kind.STEP: self._step,
+            Kind.LEAVE: self._leave,
+            Kind.SNAPSHOT: self._snapshot,
+            Kind.SNAPSHOT_ENTRY: self._snapshot_entry,
+            Kind.FORWARD: self._forward,
+            Kind.SAMPLE: self._sample,
+        }
+
+    # Histogram children, bound once
+
+    def model(self, cell: int) -> str:
+        index = cell // schema.BUCKETS
+        return self.models[index] if index < len(self.models) else "other"
+
+    def gaps(self, cell: int) -> Histogram:
+        child = self._gaps.get(cell)
+        if child is None:
+            bucket = BUCKET_NAMES[cell % schema.BUCKETS]
+            child = self._gaps[cell] = self.store.histogram(
+                "decode_token_latency_seconds", self.model(cell), self.name, bucket, "next"
+            )
+        return child
+
+    def stage(self, stage: str, kind: int) -> Histogram:
+        child = self._stages.get((stage, kind))
+        if child is None:
+            labels = (self.models[0], self.name, stage, BatchKind(kind).name.lower())
+            child = self._stages[stage, kind] = self.store.histogram("llmobs_step_seconds", *labels)
+        return child
+
+    def sizes(self, kind: int) -> Histogram:
+        child = self._sizes.get(kind)
+        if child is None:
+            labels = (self.models[0], self.name, BatchKind(kind).name.lower())
+            child = self._sizes[kind] = self.store.histogram("batch_size_distribution", *labels)
+        return child
+
+    # Records
+
+    def feed(self, record: tuple[Any, ...]) -> bool:
+        """Take one record; False if it is none of an engine's or worker's."""
+        handler = self._handlers.get(record[1])
+        if handler is None:
+            return False
+        if self.resync and record[1] not in (Kind.SNAPSHOT, Kind.SNAPSHOT_ENTRY, Kind.LEAVE):
+            return True
+        _, _, x, y, z, columns, time, _ = record
+        handler(x, y, z, columns, time)
+        return True
+
+    def gap(self) -> None:
+        """Records were lost: nothing is known any more until the next snapshot."""
+        self.resync = True
+        self.snapshot = None
+        for sequence in self.sequences.values():
+            sequence.complete = False
+        self.level.clear()
+        self.behind.clear()
+        self.pairs.clear()
+        self.skips.clear()
+        self.recomputing.clear()
+        self.unmatched.clear()
+        self.forwards.clear()
+
+    def _join(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        sequence = Sequence(z, columns[0], y, columns[1], x, True, joined=time)
+        self.sequences[z] = sequence
+        self._changed(self, sequence)
+
+    def _unknown(self, number: int, key: int, cell: int) -> Sequence:
+        """A sequence whose beginning was lost."""
+        sequence = self.sequences[number] = Sequence(number, key, cell, 0, 0, False)
+        return sequence
+
+    def _chunk(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        tokens, before, step, key = columns[:4]
+        sequence = self.sequences.get(z) or self._unknown(z, key, y)
+        sequence.chunks += 1
+        if sequence.state is WAITING:
+            sequence.started = time
+            sequence.cached = before
+        elif x == Entry.RESUMED:
+            sequence.to_recompute = max(sequence.to_recompute - before, 0)
+        sequence.state = PREFILL
+        if sequence.preemptions and not sequence.preemptions[-1].end and not sequence.first:
+            # Preempted before its first token: whole again once this much is computed.
+            sequence.to_recompute -= tokens
+            if sequence.to_recompute <= 0:
+                self.recomputing.setdefault(step & 0xFFFFFFFF, []).append(sequence)
+
+    def _preempt(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        sequence = self.sequences.get(z)
+        if sequence is None:
+            return
+        self._stop_decoding(sequence)
+        open_one = sequence.preemptions and not sequence.preemptions[-1].end
+        if open_one:
+            sequence.to_recompute = max(sequence.to_recompute, columns[0])
+        else:
+            sequence.preemptions.append(Preemption(time))
+            sequence.to_recompute = columns[0]
+        sequence.state = PREEMPTED
+
+    def _tokens(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.pairs += _numbers(columns)[:x]
+
+    def _skip(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.skips += _numbers(columns)[:x]
+
+    def _step(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        start, scheduled, update, count, tokens, _, waiting = columns[:7]
+        index = self.steps
+        self.steps += 1
+        self.log[index % STEPS_KEPT] = (
+            *(start, scheduled, update, time, 0, 0, count, tokens, waiting, x, y),
+        )
+        self.sizes(x).observe(count)
+        self.stage("schedule", x).observe((scheduled - start) / SECOND)
+        self.stage("update", x).observe((time - update) / SECOND)
+        self.unmatched.append((index, count, tokens))
+        self._yielded(index, time)
+        for sequence in self.recomputing.pop(z, ()):
+            if sequence.preemptions and not sequence.preemptions[-1].end:
+                sequence.preemptions[-1].end = time
+        self.last_end = time
+        if index % (STEPS_KEPT // 4) == 0 and index:
+            self._fold_long(index)
+
+    def _yielded(self, index: int, time: int) -> None:
+        """Book the tokens of a step: the odd ones one by one, the rest by number."""
+        level = self.level
+        beginning: list[Sequence] = []
+        returning: list[Sequence] = []
+        apart: dict[int, int] = {}
+        pairs, self.pairs = self.pairs, []
+        skips, self.skips = self.skips, []
+        for number in skips:
+            sequence = self.sequences.get(number)
+            if sequence is None:
+                continue
+            sequence.skipped.append(index)
+            if number not in self.behind:
+                self.behind[number] = self.last_end
+                if sequence.counted:
+                    level[sequence.cell] -= 1
+        seen = set(skips)
+        for place in range(0, len(pairs), 2):
+            sequence = self.sequences.get(pairs[place])
+            if sequence is None:
+                continue
+            tokens = pairs[place + 1]
+            seen.add(sequence.number)
+            if sequence.state is DECODE:
+                if sequence.number in self.behind:
+                    last = self.behind.pop(sequence.number)
+                    returning.append(sequence)
+                else:
+                    last = self.last_end
+                    if sequence.counted:
+                        apart[sequence.cell] = apart.get(sequence.cell, 0) + 1
+            else:
+                last = sequence.last
+                if sequence.state is PREFILL:
+                    beginning.append(sequence)
+                else:  # already on its way when it was preempted
+                    sequence.runs.append([index, index])
+            sequence.odd[index] = tokens
+            sequence.last = time
+            if not sequence.first:
+                sequence.first, last = time, 0
+            self._observe(sequence, time - last if last else None, tokens)
+        if self.behind:
+            for number in [n for n in self.behind if n not in seen]:
+                sequence = self.sequences[number]
+                self._observe(sequence, time - self.behind.pop(number), 1)
+                returning.append(sequence)
+        for cell, count in level.items():
+            count -= apart.get(cell, 0)
+            if count:
+                self.gaps(cell).observe((time - self.last_end) / SECOND, count)
+        for sequence in beginning:
+            if sequence.preemptions and not sequence.preemptions[-1].end:
+                sequence.preemptions[-1].end = time
+            sequence.state = DECODE
+            sequence.runs.append([index, -1])
+        for sequence in (*beginning, *returning):
+            if sequence.counted:
+                level[sequence.cell] = level.get(sequence.cell, 0) + 1
+
+    def _observe(self, sequence: Sequence, gap: int | None, tokens: int) -> None:
+        """k tokens at once are one gap and k-1 of zero length; the first token is no gap."""
+        if not sequence.counted:
+            return
+        gaps = self.gaps(sequence.cell)
+        if gap is not None:
+            gaps.observe(gap / SECOND)
+        if tokens > 1:
+            gaps.observe(0.0, tokens - 1)
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
+        """Close its run: it yielded its last token for now in the last step, or before."""
+        if sequence.state is not DECODE:
+            return
+        last = self.behind.pop(sequence.number, None)
+        if last is None:
+            last = self.last_end
+            if sequence.counted:
+                self.level[sequence.cell] -= 1
+        sequence.last = last
+        sequence.runs[-1][1] = self.steps - 1
+
+    def _leave(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        sequence = self.sequences.pop(z, None)
+        if sequence is None:
+            sequence = Sequence(z, columns[1], 0, 0, 0, False)
+        if not self.resync:
+            self._stop_decoding(sequence)
+        sequence.left = time
+        sequence.final_tokens = columns[0]
+        if sequence.complete:
+            times = self.token_times(sequence)
+            if len(times) > 1:
+                sequence.longest_gap = max(sequence.longest_gap, int(np.diff(times).max()))
+        self._changed(self, sequence)
+
+    def _fold_long(self, index: int) -> None:
+        """Make the log's older half free: sequences that began there keep its longest gap only."""
+        limit = index - STEPS_KEPT // 2
+        for sequence in self.sequences.values():
+            if not sequence.runs or sequence.runs[0][0] >= limit:
+                continue
+            times = self.token_times(sequence, upto=limit)
+            if len(times) > 1:
+                sequence.longest_gap = max(sequence.longest_gap, int(np.diff(times).max()))
+            steps = self._token_steps(sequence, limit)
+            keep = int(steps[-1]) if len(steps) else limit
+            sequence.runs = [[max(a, keep), b] for a, b in sequence.runs if b < 0 or b >= keep]
+            sequence.skipped = [step for step in sequence.skipped if step >= keep]
+
+    def _token_steps(self, sequence: Sequence, upto: int) -> npt.NDArray[np.int64]:
+        """The steps in which a sequence yielded tokens, in order."""
+        newest = min(self.steps - 1, upto)
+        parts = [
+            np.arange(first, min(last if last >= 0 else newest, newest) + 1)
+            for first, last in sequence.runs
+        ]
+        steps = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        if sequence.skipped:
+            steps = steps[~np.isin(steps, sequence.skipped)]
+        return np.unique(steps)
+
+    def token_times(self, sequence: Sequence, upto: int = 1 << 62) -> npt.NDArray[np.int64]:
+        """When a sequence yielded tokens, as far as the log goes back."""
+        steps = self._token_steps(sequence, upto)
+        steps = steps[steps > self.steps - STEPS_KEPT]
+        ends: npt.NDArray[np.int64] = self.log["end"][steps % STEPS_KEPT]
+        return ends
+
+    def cut(self, sequence: Sequence, tokens: int) -> None:
+        """The front end decided how many tokens of a sequence count: book them now."""
+        steps = self._token_steps(sequence, 1 << 62)
+        per_step = np.array([sequence.odd.get(int(step), 1) for step in steps], np.int64)
+        before = np.cumsum(per_step) - per_step
+        wanted = before < tokens
+        steps, per_step, before = steps[wanted], per_step[wanted], before[wanted]
+        if not len(steps):
+            return
+        per_step = np.minimum(per_step, tokens - before)
+        times = self.log["end"][steps % STEPS_KEPT]
+        sequence.last = int(times[-1])
+        gaps = self.gaps(sequence.cell)
+        differences = np.diff(times)
+        sequence.longest_gap = int(differences.max()) if len(differences) else 0
+        for difference in differences:
+            gaps.observe(int(difference) / SECOND)
+        if (zeros := int(per_step.sum()) - len(steps)) > 0:
+            gaps.observe(0.0, zeros)
+
+    # After a gap
+
+    def _snapshot(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        if not self.resync:
+            return
+        if x:
+            self.snapshot = set()
+        elif self.snapshot is not None:
+            for number in [n for n in self.sequences if n not in self.snapshot]:
+                gone = self.sequences[number]
+                if gone.state is not WAITING:
+                    del self.sequences[number]
+                    gone.left = time
+                    self._changed(self, gone)
+            self.snapshot = None
+            self.resync = False
+            self.last_end = time
+
+    def _snapshot_entry(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        if not self.resync or self.snapshot is None:
+            return
+        self.snapshot.add(z)
+        known = self.sequences.get(z)
+        sequence = Sequence(z, columns[0], y, columns[1], columns[2], False)
+        if known is not None:
+            sequence.joined, sequence.started, sequence.first = (
+                known.joined,
+                known.started,
+                known.first,
+            )
+        sequence.state = SequenceState(x)
+        if sequence.state is DECODE:
+            sequence.runs.append([self.steps, -1])
+        self.sequences[z] = sequence
+
+    # Workers
+
+    def _forward(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.forwards.append([columns[0], time, columns[1], columns[2], 0])
+        self.match()
+
+    def _sample(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        if self.forwards and not self.forwards[-1][4]:
+            self.forwards[-1][4] = time - columns[0]
+
+    def match(self) -> None:
+        """Bring the worker's calls together with the engine's steps, both in order.
+
+        A call belongs to the first step of the same size that was scheduled before it."""
+        while self.unmatched and self.forwards:
+            index, count, tokens = self.unmatched[0]
+            start, end, worker_count, worker_tokens, sampling = self.forwards[0]
+            step = self.log[index % STEPS_KEPT]
+            if start < step["start"]:
+                self.forwards.popleft()  # its step failed, or was lost
+            elif (count, tokens) != (worker_count, worker_tokens) or start > step["end"]:
+                self.unmatched.popleft()
+            elif not sampling and len(self.forwards) == 1 and now() - end < SETTLE_NS:
+                return  # its sampling may still be on the way to us
+            else:
+                self.unmatched.popleft()
+                self.forwards.popleft()
+                step["forward"], step["sampling"] = end - start, sampling
+                kind = int(step["kind"])
+                self.stage("forward", kind).observe((end - start) / SECOND)
+                if sampling:
+                    self.stage("sampling", kind).observe(sampling / SECOND)
+
+
+def _numbers(columns: Any) -> list[int]:
+    """The eighteen 32-bit numbers that stand in the place of the columns."""
+    numbers: list[int] = []
+    for column in columns:
+        numbers += (column & 0xFFFFFFFF, column >> 32 & 0xFFFFFFFF)
+    return numbers

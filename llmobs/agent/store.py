@@ -1,0 +1,61 @@
+"""The figures that the agent itself keeps: histograms and counters by label values."""
+
+from bisect import bisect_left
+from itertools import product
+
+from llmobs.metrics import BY_NAME, Metric
+
+
+class Histogram:
+    """Counts per bucket (the last is +Inf) and the sum, in the metric's unit."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(le, count) pairs as Prometheus writes them."""
+        total, pairs = 0, []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            pairs.append((bound, float(total)))
+        return pairs
+
+
+Labels = tuple[str, ...]
+
+
+class Store:
+    """Children are made once per combination of label values and kept by whoever observes."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, dict[Labels, Histogram]] = {}
+        self.counters: dict[str, dict[Labels, float]] = {}
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        """The child of a histogram; label values in the order of the table."""
+        children = self.histograms.setdefault(name, {})
+        child = children.get(labels)
+        if child is None:
+            child = children[labels] = Histogram(BY_NAME[name].bounds)
+        return child
+
+    def add(self, name: str, *labels: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        children = self.counters.setdefault(name, {})
+        children[labels] = children.get(labels, 0) + amount
+
+    def prepare(self, metric: Metric, known: dict[str, tuple[str, ...]]) -> None:
+        """Let every combination stand at 0 from the start; `known` has the open labels' values."""
+        for labels in product(*(known.get(n, v) for n, v in metric.labels.items())):
+            if metric.type == "histogram":
+                self.histogram(metric.name, *labels)
+            else:
+                self.add(metric.name, *labels, amount=0)

@@ -1,0 +1,511 @@
+"""Probes of the engine core: queue, steps, tokens, preemptions.
+
+Everything here is O(changes) per step: in steady decode a step is one record, whatever the batch.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from typing import Any
+
+from llmobs import process, schema
+from llmobs.frontend import is_cut, sequence_key
+from llmobs.ring import Writer
+from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState, Wait
+from llmobs.slo import SLO
+
+now = time.monotonic_ns
+WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
+SNAPSHOT_NS = 1_000_000_000
+_number = itertools.count(1).__next__
+MOMENT = schema.PROCESS_CELL["log_moment"]
+SQUARES = schema.PROCESS_CELL["batch_squares"]
+WAIT_NS = schema.PROCESS_CELL["wait_ns"]
+WAITING_TOKENS = schema.PROCESS_CELL["waiting_tokens"]
+LAST_STEP = schema.PROCESS_CELL["last_step_wall_ns"]
+DRAFT = schema.PROCESS_CELL["spec_tokens"]
+
+# vLLM's RequestStatus by name: its numbers move between releases.
+BLOCKED = {
+    "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": Wait.GRAMMAR,
+    "WAITING_FOR_FSM": Wait.GRAMMAR,
+    "WAITING_FOR_REMOTE_KVS": Wait.REMOTE_KV,
+    "WAITING_FOR_STREAMING_REQ": Wait.INPUT,
+}
+
+ENDS_WITH_TOKEN = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+
+
+class Sequence:
+    """One request of the engine, between its arrival there and its end."""
+
+    __slots__ = (
+        "cell",
+        "entry",
+        "flags",
+        "gauge",
+        "key",
+        "number",
+        "prompt",
+        "state",
+        "step",
+        "tokens_cell",
+    )
+
+    def __init__(self, number: int, key: int, prompt: int, model: int, flags: int) -> None:
+        bucket = SLO.bucket_index(prompt)
+        self.number = number
+        self.key = key
+        self.prompt = prompt
+        self.flags = flags
+        self.cell = model * schema.BUCKETS + bucket
+        self.gauge = schema.model_cell("requests", model) + bucket
+        self.tokens_cell = schema.model_cell("generated_tokens", model) + bucket
+        self.state = WAITING
+        self.entry = Entry.NEW
+        self.step = 0
+
+
+class Step:
+    """A batch between its scheduling and its output."""
+
+    __slots__ = ("identity", "kind", "number", "scheduled", "sequences", "started", "tokens")
+
+    def __init__(self, identity: int, number: int, started: int, scheduled: int) -> None:
+        self.identity = identity
+        self.number = number
+        self.started = started
+        self.scheduled = scheduled
+        self.sequences = 0
+        self.tokens = 0
+        self.kind = BatchKind.DECODE
+
+
+class Engine:
+    """Follows one scheduler. Each sequence is in exactly one of four states: it waits, it runs but
+    owes its first token since it was (re)started, it decodes, or it was preempted."""
+
+    def __init__(self, ring: Writer, several_tokens: bool) -> None:
+        self.ring = ring
+        self.several_tokens = several_tokens
+        self.sequences: dict[str, Sequence] = {}
+        self.decoding: dict[str, Sequence] = {}
+        self.prefilling: dict[str, Sequence] = {}
+        self.preempted: dict[str, Sequence] = {}
+        self.decode_cells: dict[int, int] = {}
+        self.waiting = 0
+        self.steps: deque[Step] = deque()
+        self.step_number = 0
+        self.updating = False
+        self.leaving: list[tuple[str, int]] = []
+        self.left_empty = False
+        self.reason = Wait.ENGINE_BUSY
+        self.reason_since = now()
+        self.last_end = 0
+        self.next_snapshot = 0
+
+    # Waiting
+
+    def _integrate_waiting(self, until: int) -> None:
+        """Book the time that the waiting ones have spent since the last change of their number."""
+        if self.waiting:
+            self.ring.cells[WAIT_NS + self.reason] += self.waiting * (until - self.reason_since)
+        self.reason_since = until
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        """Keep the gauges of waiting and running sequences."""
+        cells = self.ring.cells
+        if sequence.state in (WAITING, PREEMPTED):
+            cells[sequence.gauge] += change
+            cells[WAITING_TOKENS] += change * sequence.prompt
+        else:
+            cells[sequence.gauge + schema.BUCKETS] += change
+
+    def _enter(self, request_id: str, sequence: Sequence, state: SequenceState) -> None:
+        """Move a sequence to another state."""
+        self._leave_state(request_id, sequence)
+        sequence.state = state
+        self._count(sequence, 1)
+        if state is PREFILL:
+            self.prefilling[request_id] = sequence
+        elif state is PREEMPTED:
+            self.preempted[request_id] = sequence
+        elif state is DECODE:
+            self.decoding[request_id] = sequence
+            if not sequence.flags & Flag.CUT:
+                cells = self.decode_cells
+                cells[sequence.tokens_cell] = cells.get(sequence.tokens_cell, 0) + 1
+
+    def _leave_state(self, request_id: str, sequence: Sequence) -> None:
+        self._count(sequence, -1)
+        state = sequence.state
+        if state is WAITING:
+            self.waiting -= 1
+        elif state is PREFILL:
+            del self.prefilling[request_id]
+        elif state is PREEMPTED:
+            del self.preempted[request_id]
+        else:
+            del self.decoding[request_id]
+            if not sequence.flags & Flag.CUT:
+                self.decode_cells[sequence.tokens_cell] -= 1
+
+    def join(self, request: Any) -> None:
+        request_id = request.request_id
+        if request_id in self.sequences:  # one more chunk of a streamed input
+            return
+        time_now = now()
+        self._integrate_waiting(time_now)
+        params = request.sampling_params
+        flags = 0
+        if params is None:
+            flags = Flag.POOLING
+        elif is_cut(params):
+            flags = Flag.CUT
+        lora = request.lora_request
+        model = process.current().model(lora.lora_name if lora is not None else None)
+        prompt = request.num_prompt_tokens
+        sequence = Sequence(_number() & 0xFFFFFFFF, sequence_key(request_id), prompt, model, flags)
+        cells = self.ring.cells
+        self.ring.put(
+            Kind.JOIN,
+            time_now,
+            sequence.number,
+            flags,
+            sequence.cell,
+            sequence.key,
+            prompt,
+            self.waiting + len(self.preempted),
+            cells[WAITING_TOKENS],
+        )
+        self.sequences[request_id] = sequence
+        if not self.waiting:
+            self.reason = Wait.ENGINE_BUSY
+        self.waiting += 1
+        self._count(sequence, 1)
+
+    # Steps
+
+    def scheduled(self, scheduler: Any, output: Any, started: int) -> None:
+        time_now = now()
+        total = output.total_num_scheduled_tokens
+        self.step_number += 1
+        step = Step(id(output), self.step_number, started, time_now)
+        self.steps.append(step)
+        self._integrate_waiting(started)
+        if total:
+            step.tokens = total
+            step.sequences = len(output.num_scheduled_tokens)
+            for entry in output.scheduled_new_reqs:
+                sequence = self.sequences.get(entry.req_id)
+                if sequence is not None and sequence.state is WAITING:
+                    self._enter(entry.req_id, sequence, PREFILL)
+            if self.preempted:
+                for request_id in [r for r in self.preempted if r in output.num_scheduled_tokens]:
+                    sequence = self.preempted[request_id]
+                    sequence.entry = Entry.RESUMED
+                    self._enter(request_id, sequence, PREFILL)
+            if self.prefilling:
+                step.kind = self._chunks(scheduler, output.num_scheduled_tokens, step)
+        if self.waiting:
+            self.reason = self._why_waiting(scheduler, total)
+
+    def _chunks(self, scheduler: Any, scheduled: dict[str, int], step: Step) -> BatchKind:
+        """Record the parts of prefills in this step; tells what kind of batch it is."""
+        prefills = 0
+        requests = scheduler.requests
+        for request_id, sequence in self.prefilling.items():
+            tokens = scheduled.get(request_id)
+            if tokens is None:
+                continue
+            request = requests[request_id]
+            before = request.num_computed_tokens - tokens
+            entry, sequence.entry = sequence.entry, Entry.CONTINUED
+            if before >= request.num_tokens and entry is Entry.CONTINUED:
+                continue  # async scheduling: decoding already, its first token is on the way
+            prefills += 1
+            self.ring.put(
+                Kind.CHUNK,
+                step.started,
+                sequence.number,
+                entry,
+                sequence.cell,
+                tokens,
+                before,
+                step.number,
+                sequence.key,
+            )
+        if not prefills:
+            return BatchKind.DECODE
+        return BatchKind.PREFILL if prefills == step.sequences else BatchKind.MIXED
+
+    def _why_waiting(self, scheduler: Any, scheduled_tokens: int) -> Wait:
+        """What keeps the waiting ones from running, for most of them."""
+        pause = getattr(scheduler, "_pause_state", None)
+        if pause is not None and pause.name != "UNPAUSED":
+            return Wait.PAUSED
+        deferred = getattr(scheduler, "deferred_waiting", None) or ()
+        if len(deferred) * 2 > self.waiting:
+            status = next(iter(deferred)).status.name
+            return BLOCKED.get(status, Wait.ADAPTER)
+        if len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return Wait.MAX_NUM_SEQS
+        if scheduled_tokens >= scheduler.max_num_scheduled_tokens:
+            return Wait.TOKEN_BUDGET
+        return Wait.KV_CACHE
+
+    def updated(self, scheduler_output: Any, result: dict[int, Any], started: int) -> None:
+        self.updating = False
+        identity = id(scheduler_output)
+        while self.steps and self.steps[0].identity != identity:
+            self.steps.popleft()  # its execution failed
+        if self.steps:
+            step = self.steps.popleft()
+            if step.tokens:
+                self._emit(step, scheduler_output, result, started)
+        if self.leaving:
+            for request_id, tokens in self.leaving:
+                self._remove(request_id, self.last_end, tokens)
+            self.leaving.clear()
+            self.left_empty = False
+
+    def _emit(
+        self, step: Step, scheduler_output: Any, result: dict[int, Any], started: int
+    ) -> None:
+        """Record what came out of a step."""
+        ring, cells = self.ring, self.ring.cells
+        time_now = now()
+        count = 0
+        for outputs in result.values():
+            count += len(outputs.outputs)
+        decoding = len(self.decoding)
+        first: list[str] = []
+        if (
+            count == decoding
+            and not self.prefilling
+            and not self.preempted
+            and not self.several_tokens
+            and not self.left_empty
+        ):
+            # Whatever can yield is decoding, and each yields at most one output: all did.
+            tokens = count
+            for cell, number in self.decode_cells.items():
+                cells[cell] += number
+        else:
+            tokens, first = self._uneven(result, time_now, step.number)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._speculated(scheduler_output, result)
+        duration = time_now - max(step.started, self.last_end)
+        waiting_tokens = cells[WAITING_TOKENS]
+        ring.put(
+            Kind.STEP,
+            time_now,
+            step.number & 0xFFFFFFFF,
+            step.kind,
+            self.reason,
+            step.started,
+            step.scheduled,
+            started,
+            step.sequences,
+            step.tokens,
+            tokens,
+            self.waiting + len(self.preempted),
+            waiting_tokens,
+            max(step.started, self.last_end),
+        )
+        cells[SQUARES + step.kind] += step.sequences * step.sequences
+        logarithm = math.log(max(duration, 1000) / 1000)
+        floats, power = ring.floats, 1.0
+        for index in range(MOMENT, MOMENT + 5):
+            floats[index] += power
+            power *= logarithm
+        cells[LAST_STEP] = time.time_ns()
+        self.last_end = time_now
+        for request_id in first:
+            sequence = self.sequences.get(request_id)
+            if sequence is not None and sequence.state is PREFILL:
+                self._enter(request_id, sequence, DECODE)
+        if time_now >= self.next_snapshot:
+            self.next_snapshot = time_now + SNAPSHOT_NS
+            self._snapshot(time_now)
+
+    def _uneven(
+        self, result: dict[int, Any], time_now: int, step_number: int
+    ) -> tuple[int, list[str]]:
+        """Record the tokens of a step in which not simply each decoding sequence yielded one.
+
+        Returns the tokens that came out, and the sequences that yielded their first since they were
+        (re)started."""
+        ring, cells = self.ring, self.ring.cells
+        pairs: list[int] = []
+        first: list[str] = []
+        total = yielded = 0
+        for outputs in result.values():
+            for output in outputs.outputs:
+                request_id = output.request_id
+                sequence = self.sequences.get(request_id)
+                if sequence is None:
+                    continue
+                count = len(output.new_token_ids)
+                total += count
+                if sequence.state is DECODE:
+                    if count:
+                        yielded += 1
+                        sequence.step = step_number
+                    if count == 1:
+                        continue
+                elif sequence.state is PREFILL and count:
+                    first.append(request_id)
+                if count:
+                    pairs += (sequence.number, count)
+                    if not sequence.flags & Flag.CUT:
+                        cells[sequence.tokens_cell] += count
+                        if sequence.state is DECODE:
+                            cells[sequence.tokens_cell] -= 1  # added for all below
+        skipped = []
+        if yielded != len(self.decoding):
+            skipped = [s for s in self.decoding.values() if s.step != step_number]
+        for cell, number in self.decode_cells.items():
+            cells[cell] += number
+        for sequence in skipped:
+            if not sequence.flags & Flag.CUT:
+                cells[sequence.tokens_cell] -= 1
+        if pairs:
+            ring.put_list(Kind.TOKENS, time_now, pairs)
+        if skipped:
+            ring.put_list(Kind.SKIP, time_now, [sequence.number for sequence in skipped])
+        return total, first
+
+    def _speculated(self, scheduler_output: Any, result: dict[int, Any]) -> None:
+        """Count drafts and acceptances: vLLM's own count where it keeps one."""
+        cells = self.ring.cells
+        for outputs in result.values():
+            stats = outputs.scheduler_stats
+            stats = stats.spec_decoding_stats if stats is not None else None
+            if stats is not None:
+                cells[DRAFT] += stats.num_draft_tokens
+                cells[DRAFT + 1] += stats.num_accepted_tokens
+                return
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for outputs in result.values():
+            for output in outputs.outputs:
+                draft = drafts.get(output.request_id)
+                if draft and output.new_token_ids:
+                    cells[DRAFT] += len(draft)
+                    cells[DRAFT + 1] += len(output.new_token_ids) - 1
+
+    def _snapshot(self, time_now: int) -> None:
+        put = self.ring.put
+        put(Kind.SNAPSHOT, time_now, self.step_number & 0xFFFFFFFF, 1)
+        for group in (self.decoding, self.prefilling, self.preempted):
+            for sequence in group.values():
+                put(
+                    Kind.SNAPSHOT_ENTRY,
+                    time_now,
+                    sequence.number,
+                    sequence.state,
+                    sequence.cell,
+                    sequence.key,
+                    sequence.prompt,
+                    sequence.flags,
+                )
+        put(Kind.SNAPSHOT, time_now, self.step_number & 0xFFFFFFFF)
+
+    # Changes outside of steps
+
+    def preempt(self, request: Any, lost: int) -> None:
+        request_id = request.request_id
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return
+        self._enter(request_id, sequence, PREEMPTED)
+        model = sequence.cell // schema.BUCKETS
+        bucket = sequence.cell % schema.BUCKETS
+        self.ring.cells[schema.model_cell("preemptions", model) + bucket] += 1
+        tokens = request.num_output_tokens
+        self.ring.put(Kind.PREEMPT, now(), sequence.number, 0, 0, lost, tokens, sequence.key)
+
+    def leave(self, request: Any) -> None:
+        sequence = self.sequences.get(request.request_id)
+        if sequence is None:
+            return
+        tokens = request.num_output_tokens
+        if self.updating:
+            # Its last tokens come with the step's record, which is written before its end.
+            self.leaving.append((request.request_id, tokens))
+            self.left_empty |= request.status.name not in ENDS_WITH_TOKEN
+        else:
+            self._remove(request.request_id, now(), tokens)
+
+    def _remove(self, request_id: str, time_now: int, tokens: int) -> None:
+        self._integrate_waiting(time_now)
+        sequence = self.sequences.pop(request_id, None)
+        if sequence is not None:
+            self._leave_state(request_id, sequence)
+            self.ring.put(Kind.LEAVE, time_now, sequence.number, 0, 0, tokens, sequence.key)
+
+
+# What the table of probes calls. One engine core has one scheduler; a process that builds several
+# engines one after another (a script with LLM) follows the newest.
+
+ENGINE: Engine | None = None
+
+
+def starts(scheduler: Any, vllm_config: Any) -> None:
+    """Before Scheduler.__init__: this process is an engine core."""
+    global ENGINE
+    state = process.current()
+    model = vllm_config.model_config
+    engine = getattr(vllm_config.parallel_config, "data_parallel_index", None)
+    if engine is None:
+        engine = vllm_config.parallel_config.data_parallel_rank
+    state.open("engine_core", str(model.served_model_name), engine=engine)
+    several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
+    ENGINE = None
+    if state.ring is not None:
+        for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
+            first = schema.model_cell("requests", model_number)
+            for cell in range(first, first + 2 * schema.BUCKETS):
+                state.ring.cells[cell] = 0
+        state.ring.cells[WAITING_TOKENS] = 0
+        ENGINE = Engine(state.ring, several)
+
+
+def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
+    if ENGINE is not None:
+        ENGINE.join(request)
+
+
+def schedule_starts(scheduler: Any) -> int:
+    return now()
+
+
+def scheduled(token: int, output: Any, scheduler: Any) -> None:
+    if ENGINE is not None:
+        ENGINE.scheduled(scheduler, output, token)
+
+
+def update_starts(scheduler: Any, output: Any) -> int:
+    if ENGINE is not None:
+        ENGINE.updating = True
+    return now()
+
+
+def updated(token: int, result: Any, scheduler: Any, output: Any) -> None:
+    if ENGINE is not None:
+        ENGINE.updated(output, result, token)
+
+
+def preemption_starts(scheduler: Any, request: Any) -> int:
+    return int(request.num_computed_tokens)
+
+
+def preempted(token: int, result: Any, scheduler: Any, request: Any) -> None:
+    if ENGINE is not None:
+        ENGINE.preempt(request, token)
+
+
+def left(token: Any, result: Any, scheduler: Any, request: Any) -> None:
+    if ENGINE is not None:
+        ENGINE.leave(request)

@@ -1,0 +1,111 @@
+"""The one guard: vLLM's call stands alone, whatever happens to ours."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("llmobs")
+
+Observer = Callable[..., None]
+"""Called after vLLM's own call: what `before` returned, the result, the arguments wanted."""
+
+
+class Guard:
+    """Counts and swallows the failures of our own code, per probe.
+
+    `count` is given by whoever keeps the totals; failures before that are kept and handed over.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, int] = {}
+        self._said: set[str] = set()
+        self.on_failure: Callable[[str], None] | None = None
+
+    def failed(self, probe: str) -> None:
+        """Count one failure; must be called from an `except` block. The first of each probe is said
+        with its traceback, at debug level all are."""
+        self.failures[probe] = self.failures.get(probe, 0) + 1
+        try:
+            if probe not in self._said:
+                self._said.add(probe)
+                log.warning(
+                    "llmobs: probe %s failed; the server is unaffected, further failures are "
+                    "counted in llmobs_guard_errors_total",
+                    probe,
+                    exc_info=True,
+                )
+            if self.on_failure is not None:
+                self.on_failure(probe)
+        except Exception:  # the guard itself must never raise
+            pass
+
+
+GUARD = Guard()
+
+
+def positions(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where the named parameters stand in a call by position.
+
+    Raises LookupError for a parameter that the function does not have: the probe stays off then.
+    """
+    parameters = list(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in parameters]
+    if missing:
+        raise LookupError(f"{function.__qualname__} has no parameter {', '.join(missing)}")
+    return tuple(parameters.index(name) for name in names)
+
+
+def wrap(
+    probe: str,
+    original: Callable[..., Any],
+    after: Observer,
+    before: Callable[..., Any] | None = None,
+    parameters: tuple[str, ...] = (),
+) -> Callable[..., Any]:
+    """Wrap a method: call `original` first, keep its result or exception, then observe.
+
+    `after(token, result, instance, *wanted)` sees what `before(instance, *wanted)` returned (None
+    without it) and the wanted parameters, bound by name whichever way they were passed; it is not
+    called when `original` raised.
+    """
+    failed = GUARD.failed
+    where = positions(original, parameters)
+
+    if len(where) == 1 and before is None:
+        name, place = parameters[0], where[0]
+
+        @functools.wraps(original)
+        def simple(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            try:
+                after(None, result, args[0], args[place] if place < len(args) else kwargs[name])
+            except Exception:
+                failed(probe)
+            return result
+
+        return simple
+
+    def wanted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        return [
+            args[place] if place < len(args) else kwargs.get(name)
+            for place, name in zip(where, parameters, strict=True)
+        ]
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        token = None
+        if before is not None:
+            try:
+                token = before(args[0], *wanted(args, kwargs))
+            except Exception:
+                failed(probe)
+        result = original(*args, **kwargs)
+        try:
+            after(token, result, args[0], *wanted(args, kwargs))
+        except Exception:
+            failed(probe)
+        return result
+
+    return wrapper

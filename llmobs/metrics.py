@@ -1,0 +1,298 @@
+"""The table of metrics: name, type, labels, meaning. Code, documentation and tests read it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from llmobs import schema
+from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
+
+
+class Type(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Exactness(StrEnum):
+    """Where the figure is kept, and so what survives a gap in the records."""
+
+    TOTAL = "total"
+    """In the server's processes, as cumulative totals: exact whatever happens to the agent."""
+    RECORDS = "records"
+    """In the agent, from complete requests and steps: those that span a gap are left out."""
+    AGENT = "agent"
+    """The agent about itself."""
+
+
+BUCKETS = BUCKET_NAMES
+BUCKETS_OR_UNKNOWN = (*BUCKET_NAMES, UNKNOWN)
+PHASES = ("preprocess", "queue", "prefill", "preempted", "decode", "deliver")
+TOKENS = ("first", "next")
+OBJECTIVES = ("first_token", "token_gap")
+RESULTS = ("good", "bad", "excluded")
+STAGES = ("schedule", "forward", "sampling", "update")
+DROP_REASONS = ("rate", "queue", "export")
+OPEN: tuple[str, ...] = ()
+"""A label whose values are known only at run time."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One family. `labels` maps each label to its values, OPEN where they are not known before;
+    `boundaries` names the list in the SLO definition (histograms only)."""
+
+    name: str
+    type: Type
+    help: str
+    labels: dict[str, tuple[str, ...]]
+    exactness: Exactness
+    unit: str = ""
+    boundaries: str = ""
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The histogram's upper bounds, without +Inf."""
+        return tuple(getattr(SLO, self.boundaries))
+
+
+MODEL = {"model_name": OPEN}
+ENGINE = {"model_name": OPEN, "engine": OPEN}
+_C, _G, _H = Type.COUNTER, Type.GAUGE, Type.HISTOGRAM
+_T, _R, _A = Exactness.TOTAL, Exactness.RECORDS, Exactness.AGENT
+
+METRICS = (
+    Metric(
+        "decode_token_latency_seconds",
+        _H,
+        "Latency of output tokens: `first` is the time from arrival to the first token (TTFT), "
+        "`next` the gap between two output tokens of a sequence.",
+        {**ENGINE, "context_bucket": BUCKETS, "token": TOKENS},
+        _R,
+        "seconds",
+        "fine_seconds",
+    ),
+    Metric(
+        "batch_size_distribution",
+        _H,
+        "Sequences per engine step.",
+        {**ENGINE, "batch_kind": schema.names(schema.BatchKind)},
+        _R,
+        "",
+        "batch_sizes",
+    ),
+    Metric(
+        "context_len_histogram",
+        _H,
+        "Prompt tokens per request, each distinct prompt of a request once.",
+        {**MODEL},
+        _R,
+        "",
+        "context_tokens",
+    ),
+    Metric(
+        "llmobs_batch_size_squares_total",
+        _C,
+        "Sum of the squares of the sequences per engine step: with the sum and the count of "
+        "batch_size_distribution it gives the exact coefficient of variation, also over replicas.",
+        {**ENGINE, "batch_kind": schema.names(schema.BatchKind)},
+        _T,
+    ),
+    Metric(
+        "llmobs_request_phase_seconds",
+        _H,
+        "Where the time of an admitted request went; the phases of a request sum to its end-to-end "
+        "time. Rejected requests have `preprocess` only.",
+        {**MODEL, "phase": PHASES, "context_bucket": BUCKETS},
+        _R,
+        "seconds",
+        "fine_seconds",
+    ),
+    Metric(
+        "llmobs_queue_reason_seconds_total",
+        _C,
+        "Seconds that admitted requests waited, by what kept them from running.",
+        {**ENGINE, "reason": schema.names(schema.Wait)},
+        _T,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_request_seconds",
+        _H,
+        "End-to-end time of a request, whatever its outcome.",
+        {**MODEL, "context_bucket": BUCKETS_OR_UNKNOWN},
+        _R,
+        "seconds",
+        "fine_seconds",
+    ),
+    Metric(
+        "llmobs_requests_received_total",
+        _C,
+        "Requests received, counted when their length is known or when they are rejected.",
+        {**MODEL, "context_bucket": BUCKETS_OR_UNKNOWN},
+        _T,
+    ),
+    Metric(
+        "llmobs_requests_total",
+        _C,
+        "Requests ended, by outcome. `abort`: the client left; `rejected`: any other answer than "
+        "2xx before the engine accepted.",
+        {
+            **MODEL,
+            "context_bucket": BUCKETS_OR_UNKNOWN,
+            "outcome": schema.names(schema.Outcome),
+        },
+        _T,
+    ),
+    Metric(
+        "llmobs_request_outcome_seconds_total",
+        _C,
+        "Sum of the end-to-end times of the requests ended, by outcome.",
+        {
+            **MODEL,
+            "context_bucket": BUCKETS_OR_UNKNOWN,
+            "outcome": schema.names(schema.Outcome),
+        },
+        _T,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_rejections_total",
+        _C,
+        "Rejected requests by HTTP status.",
+        {**MODEL, "code": schema.REJECTION_CODES},
+        _T,
+    ),
+    Metric(
+        "llmobs_slo_requests_total",
+        _C,
+        "The verdict on each ended request of known length. A request without a first token within "
+        "its target is bad, whatever its outcome. Excluded: answers 4xx, requests to which the "
+        "objective does not apply, and those that span a gap in the records.",
+        {
+            **MODEL,
+            "context_bucket": BUCKETS,
+            "objective": OBJECTIVES,
+            "result": RESULTS,
+        },
+        _R,
+    ),
+    Metric(
+        "llmobs_prompt_tokens_total",
+        _C,
+        "Prompt tokens of sequences whose prefill was done, counted at their end, each distinct "
+        "prompt of a request once; `cached` came from the prefix cache.",
+        {**MODEL, "context_bucket": BUCKETS, "source": schema.SOURCES},
+        _T,
+    ),
+    Metric(
+        "llmobs_generated_tokens_total",
+        _C,
+        "Output tokens. Where the front end decides the end (stop strings, beam search) they are "
+        "counted at the end, else when they come out of the engine.",
+        {**MODEL, "context_bucket": BUCKETS},
+        _T,
+    ),
+    Metric(
+        "llmobs_requests",
+        _G,
+        "Sequences in the engine, waiting (preempted ones too) or running.",
+        {**ENGINE, "state": ("waiting", "running"), "context_bucket": BUCKETS},
+        _T,
+    ),
+    Metric(
+        "llmobs_waiting_tokens",
+        _G,
+        "Prompt tokens of the sequences that wait.",
+        {**ENGINE},
+        _T,
+    ),
+    Metric(
+        "llmobs_step_seconds",
+        _H,
+        "Engine steps by stage. Forward and sampling are host time in the first worker.",
+        {**ENGINE, "stage": STAGES, "batch_kind": schema.names(schema.BatchKind)},
+        _R,
+        "seconds",
+        "step_seconds",
+    ),
+    Metric(
+        "llmobs_step_log_moment_total",
+        _C,
+        "Sums of ln(max(step, 1 us) in us)^power over the engine steps, for the bimodality "
+        "coefficient.",
+        {**ENGINE, "power": ("0", "1", "2", "3", "4")},
+        _T,
+    ),
+    Metric(
+        "llmobs_engine_last_step_timestamp_seconds",
+        _G,
+        "When the engine last ended a step, Unix time; 0 before the first.",
+        {**ENGINE},
+        _T,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_preemptions_total",
+        _C,
+        "Sequences preempted for want of KV-cache blocks.",
+        {**ENGINE, "context_bucket": BUCKETS},
+        _T,
+    ),
+    Metric(
+        "llmobs_spec_tokens_total",
+        _C,
+        "Speculative decoding: tokens drafted, and drafts accepted.",
+        {**ENGINE, "kind": ("draft", "accepted")},
+        _T,
+    ),
+    Metric(
+        "llmobs_incomplete_requests_total",
+        _C,
+        "Requests that span a gap in the records: counted by the counters, left out of histograms.",
+        {**MODEL},
+        _A,
+    ),
+    Metric(
+        "llmobs_records_lost_total",
+        _C,
+        "Records that were overwritten or torn before the agent could read them.",
+        {**MODEL, "process": OPEN},
+        _A,
+    ),
+    Metric(
+        "llmobs_spans_dropped_total",
+        _C,
+        "Spans that were not exported, by reason.",
+        {**MODEL, "reason": DROP_REASONS},
+        _A,
+    ),
+    Metric(
+        "llmobs_guard_errors_total",
+        _C,
+        "Failures of llmobs' own code inside the server, swallowed.",
+        {**MODEL, "process": OPEN, "probe": OPEN},
+        _T,
+    ),
+    Metric(
+        "llmobs_probe_attached",
+        _G,
+        "1 where a probe is attached in every process of its kind, else 0.",
+        {**MODEL, "process": OPEN, "probe": OPEN},
+        _T,
+    ),
+    Metric(
+        "llmobs_agent_restarts_total",
+        _C,
+        "How often the agent of this server was started again.",
+        {**MODEL},
+        _A,
+    ),
+    Metric(
+        "llmobs_build_info",
+        _G,
+        "Always 1; the versions.",
+        {**MODEL, "version": OPEN, "vllm_version": OPEN},
+        _A,
+    ),
+)
+BY_NAME = {metric.name: metric for metric in METRICS}

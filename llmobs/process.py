@@ -1,0 +1,233 @@
+"""What the probes of one process share: the ring, the model names, the agent."""
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from llmobs import __version__, schema
+from llmobs.guard import GUARD
+from llmobs.proxy import join_exporter
+from llmobs.ring import SUFFIX, Writer, start_ticks
+from llmobs.settings import SERVER_RUN, Settings, read_settings
+
+log = logging.getLogger("llmobs")
+
+AGENT_LOCK = "agent.lock"
+AGENT_STATE = "agent.json"
+WATCH_SECONDS = 1.0
+SPAWN_GRACE_SECONDS = 10.0
+"""How long a started agent may take to the lock before another process starts one."""
+
+
+class Process:
+    """The state of one process; made anew in a forked child.
+
+    `ring` is None until the process has a role (and stays so when the run folder cannot be used):
+    every probe looks at it first.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.ring: Writer | None = None
+        self.models: list[str] = []
+        self.roles: list[str] = []
+        self.probes: dict[str, int] = {}
+        self.extra: dict[str, Any] = {}
+        self.probe_numbers: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._gave_up = False
+        GUARD.on_failure = self._count_failure
+
+    def open(self, role: str, model: str, **extra: Any) -> None:
+        """Give the process a role: api_server, engine_core or worker. The first opens the ring.
+
+        `extra` goes into the header: the engine's index, the worker's rank, vLLM's version.
+        """
+        with self._lock:
+            if self._gave_up:
+                return
+            self.roles += [role] if role not in self.roles else []
+            self.extra |= extra
+            self.models = self.models or [model]
+            if self.ring is not None:
+                self.write_info()
+                return
+            try:
+                folder = self._run_folder()
+                path = folder / f"{role}-{os.getpid()}-{start_ticks(os.getpid())}{SUFFIX}"
+                capacity = max(16, self.settings.ring_bytes // schema.SLOT_SIZE)
+                self.ring = Writer(path, capacity, self._info())
+            except OSError as error:
+                self._gave_up = True
+                log.warning(
+                    "llmobs: off in this process, cannot write to the run folder %s (%s); set "
+                    "LLMOBS_RUN_DIR to a folder that this user owns, with %d bytes free",
+                    error.filename or self.settings.run_base,
+                    error.strerror,
+                    self.settings.ring_bytes,
+                )
+                return
+            for probe, failures in GUARD.failures.items():
+                self._count_failure(probe, failures)
+            if self.settings.agent is None:
+                watch = threading.Thread(
+                    target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
+                )
+                watch.start()
+
+    def _run_folder(self) -> Path:
+        if self.settings.agent is not None:
+            return self.settings.agent
+        base = self.settings.run_base
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = base.stat()
+        if owner.st_uid != os.geteuid():
+            raise PermissionError(1, f"owned by another user (uid {owner.st_uid})", str(base))
+        folder = Path(os.environ[SERVER_RUN])
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "llmobs": __version__,
+            "roles": self.roles,
+            "models": self.models,
+            "probes": self.probes,
+            "probe_numbers": self.probe_numbers,
+            **self.extra,
+        }
+
+    def write_info(self) -> None:
+        """Bring the header up to date. Called where something in it changed, never per request."""
+        if self.ring is not None:
+            self.ring.write_info(self._info())
+
+    def model(self, adapter: str | None) -> int:
+        """The block of cells for an adapter (None: the served model itself)."""
+        if adapter is None:
+            return 0
+        try:
+            return self.models.index(adapter)
+        except ValueError:
+            if len(self.models) >= schema.MODEL_SLOTS - 1:
+                return schema.MODEL_SLOTS - 1
+            self.models.append(adapter)
+            self.write_info()
+            return len(self.models) - 1
+
+    def _count_failure(self, probe: str, failures: int = 1) -> None:
+        number = self.probe_numbers.get(probe)
+        if self.ring is not None and number is not None:
+            self.ring.cells[schema.GUARD_CELL + number] += failures
+
+
+def mark_server() -> None:
+    """Make this process and all that it starts one server. The first call in a family wins."""
+    if SERVER_RUN not in os.environ:
+        pid = os.getpid()
+        settings = current().settings
+        folder = settings.run_base / f"{pid}-{start_ticks(pid)}"
+        os.environ[SERVER_RUN] = str(folder)
+        join_exporter(settings.agent or folder, settings.port)
+
+
+def agent_runs(folder: Path) -> bool:
+    """Whether some agent holds the folder's lock."""
+    try:
+        descriptor = os.open(folder / AGENT_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True  # the folder is gone or not ours: nothing to start an agent for
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def spawn_agent(folder: Path) -> None:
+    """Start an agent that belongs to nobody: vLLM kills all its descendants when it ends."""
+    environ = dict(os.environ)
+    # The agent must not instrument itself.
+    paths = environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [p for p in paths if p and "auto_instrumentation" not in p]
+    environ.pop("PYTHONPATH", None)
+    if paths:
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-P", "-m", "llmobs.agent", "--detach", str(folder)]
+    with open(folder / "agent.log", "ab") as output:
+        starter = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+        )
+    starter.wait()  # it forks at once and ends, so that nobody has to reap the agent
+
+
+def _watch(process: Process, folder: Path) -> None:
+    """Keep an agent alive as long as this process lives, and say once where the metrics are."""
+    said = ""
+    stamp = folder / "agent.started"
+    speaker = process.roles[0] == "api_server"
+    while process is current() and process.ring is not None:
+        try:
+            if not agent_runs(folder):
+                started = stamp.stat().st_mtime if stamp.exists() else 0.0
+                if abs(time.time() - started) > SPAWN_GRACE_SECONDS:
+                    stamp.touch()
+                    spawn_agent(folder)
+            if speaker:
+                said = _say(folder, said)
+        except FileNotFoundError:
+            if not folder.exists():
+                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+                return
+        except Exception:
+            GUARD.failed("watch")
+        time.sleep(WATCH_SECONDS)
+
+
+def _say(folder: Path, said: str) -> str:
+    """Log what the agent has to tell the person who reads the server's log, if it is new."""
+    try:
+        notice = str(json.loads((folder / AGENT_STATE).read_text())["notice"])
+    except (OSError, ValueError, KeyError):
+        return said
+    if notice != said:
+        log.warning("%s", notice)
+    return notice
+
+
+_current: Process | None = None
+
+
+def current() -> Process:
+    """This process's state."""
+    global _current
+    if _current is None:
+        _current = Process(read_settings())
+    return _current
+
+
+def _forked() -> None:
+    # The parent's ring is the parent's: a child that turns out to be an engine opens its own.
+    global _current
+    if _current is not None:
+        parent, _current = _current, Process(_current.settings)
+        _current.probes = dict(parent.probes)
+        _current.probe_numbers = parent.probe_numbers
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,247 @@
+"""Ring files: appended to by one process without ever waiting, tailed by the agent."""
+
+import itertools
+import json
+import mmap
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmobs import schema
+
+SUFFIX = ".ring"
+
+
+class RingError(Exception):
+    """A file is no ring, or no longer one."""
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command, field 2, may hold spaces and brackets: count from the last bracket.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+class Writer:
+    """Appends records to this process's own ring file.
+
+    `cells` are the cumulative totals (integers), `floats` the same cells as doubles. The file is
+    private (mode 0600) and its blocks are reserved beforehand: a full disk raises OSError here, not
+    a SIGBUS in the server later.
+    """
+
+    def __init__(self, path: Path, capacity: int, info: dict[str, Any]) -> None:
+        self.path = path
+        self.capacity = capacity
+        size = schema.SLOTS_OFFSET + capacity * schema.SLOT_SIZE
+        pid = os.getpid()
+        partial = path.with_suffix(".new")
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            self._map = mmap.mmap(descriptor, size)
+            header = (schema.MAGIC, schema.VERSION, schema.SLOT_SIZE, capacity, pid, 0)
+            schema.HEADER.pack_into(self._map, 0, *header, start_ticks(pid) or 0)
+            self._buffer = memoryview(self._map)
+            cells = self._buffer[schema.TOTALS_OFFSET :][: 8 * schema.CELLS]
+            self.cells: memoryview[int] = cells.cast("q")
+            self.floats: memoryview[float] = cells.cast("d")
+            self.write_info(info)
+            os.rename(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self._next = itertools.count(1).__next__
+
+    def write_info(self, info: dict[str, Any]) -> None:
+        """Replace what the header says about the process. Rare: names of adapters, probes."""
+        text = json.dumps(info).encode()
+        if len(text) > schema.TOTALS_OFFSET - schema.INFO_OFFSET:
+            raise ValueError("the description of the process does not fit into the header")
+        schema.INFO_LENGTH.pack_into(self._map, schema.INFO_LENGTH_OFFSET, 0)
+        self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + len(text)] = text
+        schema.INFO_LENGTH.pack_into(self._map, schema.INFO_LENGTH_OFFSET, len(text))
+
+    def put(
+        self,
+        kind: int,
+        time: int,
+        z: int = 0,
+        x: int = 0,
+        y: int = 0,
+        c0: int = 0,
+        c1: int = 0,
+        c2: int = 0,
+        c3: int = 0,
+        c4: int = 0,
+        c5: int = 0,
+        c6: int = 0,
+        c7: int = 0,
+        c8: int = 0,
+        *,
+        _pack: Any = schema.RECORD.pack_into,
+        _offset: int = schema.SLOTS_OFFSET,
+        _size: int = schema.SLOT_SIZE,
+    ) -> None:
+        """Append one record. One C call writes it, so threads cannot interleave within a slot."""
+        n = self._next()
+        at = _offset + n % self.capacity * _size
+        _pack(self._map, at, n, kind, x, y, z, c0, c1, c2, c3, c4, c5, c6, c7, c8, time, n)
+
+    def put_list(self, kind: int, time: int, numbers: list[int], z: int = 0) -> None:
+        """Append a list of unsigned 32-bit numbers, eighteen in a record; x says how many."""
+        for start in range(0, len(numbers), 18):
+            part = numbers[start : start + 18]
+            count = len(part)
+            part += [0] * (18 - len(part))
+            n = self._next()
+            at = schema.SLOTS_OFFSET + n % self.capacity * schema.SLOT_SIZE
+            schema.PAIRS.pack_into(self._map, at, n, kind, count, 0, z, *part, time, n)
+
+
+@dataclass
+class Batch:
+    """Records read in one go; `lost` were overwritten before they could be read, just before."""
+
+    records: npt.NDArray[np.void]
+    lost: int
+
+
+class Reader:
+    """Tails a ring file; every record is read whole, or counted as lost."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise RingError(f"{path}: {error.strerror}") from error
+        try:
+            self._open()
+        except (ValueError, OSError, struct.error) as error:
+            os.close(self._descriptor)
+            raise RingError(f"{path}: {error}") from error
+        self.position = 1
+        self._torn_at = 0
+
+    def _open(self) -> None:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode) or os.geteuid() not in (status.st_uid, 0):
+            raise ValueError("not a regular file of this user")
+        if status.st_size < schema.SLOTS_OFFSET + schema.SLOT_SIZE:
+            raise ValueError("too short for a ring")
+        self._map = mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
+        header = schema.HEADER.unpack_from(self._map, 0)
+        magic, version, slot_size, capacity, pid, _, ticks = header
+        self.capacity, self.pid, self.ticks = int(capacity), int(pid), int(ticks)
+        if magic != schema.MAGIC:
+            raise ValueError("not a ring of llmobs")
+        if version != schema.VERSION or slot_size != schema.SLOT_SIZE:
+            raise ValueError(f"a ring of version {version}, this llmobs reads {schema.VERSION}")
+        self._size = schema.SLOTS_OFFSET + self.capacity * slot_size
+        if self.capacity < 1 or self._size != status.st_size:
+            raise ValueError("its length is not what its header says")
+        self._slots = np.ndarray(
+            (self.capacity,), schema.SLOT, buffer=self._map, offset=schema.SLOTS_OFFSET
+        )
+        self._heads, self._tails = self._slots["head"], self._slots["tail"]
+        area = memoryview(self._map)[schema.TOTALS_OFFSET :][: 8 * schema.CELLS]
+        self.cells: memoryview[int] = area.cast("q")
+        self.floats: memoryview[float] = area.cast("d")
+
+    def alive(self) -> bool:
+        """Whether the process that writes here still runs."""
+        return start_ticks(self.pid) == self.ticks
+
+    def info(self) -> dict[str, Any]:
+        """What the header says about the process; empty while it is being rewritten."""
+        (length,) = schema.INFO_LENGTH.unpack_from(self._map, schema.INFO_LENGTH_OFFSET)
+        if not 0 < length <= schema.TOTALS_OFFSET - schema.INFO_OFFSET:
+            return {}
+        try:
+            info = json.loads(self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + length])
+        except ValueError:
+            return {}
+        return info if isinstance(info, dict) else {}
+
+    def newest(self) -> int:
+        """The number of the newest record, 0 if there is none."""
+        return int(self._heads.max())
+
+    def _whole(self, count: int) -> tuple[int, int]:
+        """How many records from `position` on are whole, within one contiguous stretch, and the
+        stretch's first slot."""
+        first = self.position % self.capacity
+        count = min(count, self.capacity - first)
+        expected = np.arange(self.position, self.position + count, dtype=np.uint64)
+        stretch = slice(first, first + count)
+        whole = (self._heads[stretch] == expected) & (self._tails[stretch] == expected)
+        return count if whole.all() else int(whole.argmin()), first
+
+    def read(self, most: int = 8192) -> Batch:
+        """The next records, at most so many. Raises RingError if the file was cut short."""
+        if os.fstat(self._descriptor).st_size < self._size:
+            raise RingError(f"{self.path}: cut short")
+        lost = 0
+        while True:
+            count, first = self._whole(min(64, most))
+            if count == 64 and most > 64:
+                count, first = self._whole(most)
+            if count == 0:
+                skipped = self._skip(first)
+                lost += skipped
+                if skipped:
+                    continue
+                return Batch(self._slots[:0].copy(), lost)
+            copy = self._slots[first : first + count].copy()
+            # The writer sets a slot's head before anything else of it: a head that still stands
+            # after the copy proves the copy whole.
+            expected = np.arange(self.position, self.position + count, dtype=np.uint64)
+            intact = self._heads[first : first + count] == expected
+            if not intact.all():
+                # Overwriting goes upwards, so what is still intact is the end of the copy.
+                overwritten = count - int(intact[::-1].argmin())
+                copy = copy[overwritten:]
+                lost += overwritten
+            self.position += count
+            if len(copy):
+                return Batch(copy, lost)
+
+    def _skip(self, slot: int) -> int:
+        """Step over what cannot be read any more; 0 if it is only not written yet."""
+        head = int(self._heads[slot])
+        if head > self.position:
+            # Overrun. Leave the writer an eighth of the ring, or it would overrun us again at once.
+            target = max(self.newest() - self.capacity + self.capacity // 8 + 1, self.position + 1)
+            skipped = target - self.position
+            self.position = target
+            return skipped
+        if self.newest() > self.position:
+            # Newer ones are there but this one is not whole: a thread between two lines of `put`,
+            # or a process killed there. Look once more at the next read before giving it up.
+            if self._torn_at == self.position:
+                self.position += 1
+                return 1
+            self._torn_at = self.position
+        return 0
+
+    def close(self) -> None:
+        """Unmap. Safe to call twice."""
+        if self._descriptor >= 0:
+            del self._slots, self._heads, self._tails
+            self.cells.release()
+            self.floats.release()
+            os.close(self._descriptor)
+            self._descriptor = -1
