@@ -102,7 +102,7 @@ async def run(
             await asyncio.sleep(0.2)
             if not quiet:
                 _progress(start, seconds, len(tasks), done)
-    if not quiet:
+    if not quiet and sys.stderr.isatty():
         print(file=sys.stderr)
     return [
         (arrival.kind.name, task.result()) for arrival, task in zip(arrivals, tasks, strict=True)
@@ -126,6 +126,8 @@ def _is_loopback(url: str) -> bool:
 
 
 def _progress(start: float, seconds: float, sent: int, done: list[Outcome]) -> None:
+    if not sys.stderr.isatty():
+        return
     failed = sum(not outcome.ok for outcome in done)
     line = f"{time.monotonic() - start:5.0f}/{seconds:.0f} s  sent {sent}  done {len(done)}"
     print(f"\r{line}  failed {failed} ", end="", file=sys.stderr, flush=True)

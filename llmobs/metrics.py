@@ -32,6 +32,10 @@ OBJECTIVES = ("first_token", "token_gap")
 RESULTS = ("good", "bad", "excluded")
 STAGES = ("schedule", "forward", "sampling", "update")
 DROP_REASONS = ("rate", "queue", "export")
+HAND_OVER = "hand_over"
+"""The reason of a wait between front end and engine core. It alone is kept by the agent, so it is
+a series of its own: one sum of a total and an agent's figure would fall back when the agent is
+started again."""
 OPEN: tuple[str, ...] = ()
 """A label whose values are known only at run time."""
 
@@ -110,8 +114,9 @@ METRICS = (
     Metric(
         "llmobs_queue_reason_seconds_total",
         _C,
-        "Seconds that admitted requests waited, by what kept them from running.",
-        {**ENGINE, "reason": schema.names(schema.Wait)},
+        "Seconds that admitted requests waited, by what kept them from running: `hand_over` on the "
+        "way to the engine core, `engine_busy` until it scheduled next.",
+        {**ENGINE, "reason": (*schema.names(schema.Wait), HAND_OVER)},
         _T,
         "seconds",
     ),

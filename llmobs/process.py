@@ -97,6 +97,7 @@ class Process:
     def _info(self) -> dict[str, Any]:
         return {
             "llmobs": __version__,
+            "server": Path(os.environ.get(SERVER_RUN, "")).name,
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from llmobs import schema
 
 SUFFIX = ".ring"
+MOST_RECORDS = 1 << 62
+"""No process writes as many: a number beyond it is damage."""
 
 
 class RingError(Exception):
@@ -30,6 +32,23 @@ def start_ticks(pid: int) -> int | None:
         return None
     # The command, field 2, may hold spaces and brackets: count from the last bracket.
     return int(text.rpartition(")")[2].split()[19])
+
+
+def process_id(pid: int, ticks: int) -> int | None:
+    """The pid here of a process that may know itself by another, in a pid namespace (a container);
+    None if it does not run. Start ticks are the same in all namespaces."""
+    if start_ticks(pid) == ticks:
+        return pid
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and start_ticks(int(entry)) == ticks:
+            try:
+                status = Path(f"/proc/{entry}/status").read_text()
+            except OSError:
+                continue
+            inner = [line.split() for line in status.splitlines() if line.startswith("NSpid:")]
+            if inner and inner[0][-1] == str(pid):
+                return int(entry)
+    return None
 
 
 class Writer:
@@ -118,6 +137,11 @@ class Batch:
     records: npt.NDArray[np.void]
     lost: int
 
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The records as plain tuples, the columns as a list, all numbers Python's own."""
+        names = self.records.dtype.names or ()
+        return list(zip(*(self.records[name].tolist() for name in names), strict=True))
+
 
 class Reader:
     """Tails a ring file; every record is read whole, or counted as lost."""
@@ -125,7 +149,9 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Not blocking: a named pipe that nobody writes to is no ring either.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags)
         except OSError as error:
             raise RingError(f"{path}: {error.strerror}") from error
         try:
@@ -135,6 +161,7 @@ class Reader:
             raise RingError(f"{path}: {error}") from error
         self.position = 1
         self._torn_at = 0
+        self._process = process_id(self.pid, self.ticks)
 
     def _open(self) -> None:
         status = os.fstat(self._descriptor)
@@ -163,7 +190,7 @@ class Reader:
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""
-        return start_ticks(self.pid) == self.ticks
+        return self._process is not None and start_ticks(self._process) == self.ticks
 
     def info(self) -> dict[str, Any]:
         """What the header says about the process; empty while it is being rewritten."""
@@ -177,8 +204,14 @@ class Reader:
         return info if isinstance(info, dict) else {}
 
     def newest(self) -> int:
-        """The number of the newest record, 0 if there is none."""
-        return int(self._heads.max())
+        """The number of the newest whole record, 0 if there is none. Raises RingError if it cannot
+        be true."""
+        whole = np.where(self._heads == self._tails, self._heads, np.uint64(0))
+        slot = int(whole.argmax())
+        number = int(whole[slot])
+        if number and (number % self.capacity != slot or number >= MOST_RECORDS):
+            raise RingError(f"{self.path}: damaged, record {number} stands in slot {slot}")
+        return number
 
     def _whole(self, count: int) -> tuple[int, int]:
         """How many records from `position` on are whole, within one contiguous stretch, and the
@@ -222,19 +255,21 @@ class Reader:
     def _skip(self, slot: int) -> int:
         """Step over what cannot be read any more; 0 if it is only not written yet."""
         head = int(self._heads[slot])
-        if head > self.position:
+        newest = self.newest()
+        if newest <= self.position:
+            return 0
+        if head > self.position and newest >= self.position + self.capacity - 1:
             # Overrun. Leave the writer an eighth of the ring, or it would overrun us again at once.
-            target = max(self.newest() - self.capacity + self.capacity // 8 + 1, self.position + 1)
+            target = max(newest - self.capacity + self.capacity // 8 + 1, self.position + 1)
             skipped = target - self.position
             self.position = target
             return skipped
-        if self.newest() > self.position:
-            # Newer ones are there but this one is not whole: a thread between two lines of `put`,
-            # or a process killed there. Look once more at the next read before giving it up.
-            if self._torn_at == self.position:
-                self.position += 1
-                return 1
-            self._torn_at = self.position
+        # Newer ones are there but this one is not whole: a thread between two lines of `put`, or a
+        # process killed there. Look once more at the next read before giving it up.
+        if self._torn_at == self.position:
+            self.position += 1
+            return 1
+        self._torn_at = self.position
         return 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m llmobs.agent [--detach] RUN_FOLDER`: watches one server until it is gone."""
+"""The agent: watches the servers of one run folder, and ends with the last of them."""
 
 import argparse
 import contextlib
@@ -40,16 +40,30 @@ def detach() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until the server is gone. Exit codes: 0 done, or another agent is there already; 2 bad
+    """Run until the servers are gone. Exit codes: 0 done, or another agent is there already; 2 bad
     input."""
     parser = argparse.ArgumentParser(prog="llmobs agent", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--detach", action="store_true")
-    options = parser.parse_args(argv)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The agent's command line, shared with `llmobs agent`."""
+    parser.add_argument("folder", type=Path, help="the run folder, made if it is not there")
+    parser.add_argument("--detach", action="store_true", help="go to the background")
+    parser.add_argument(
+        "--stay", action="store_true", help="wait for servers to come, and outlive them"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Take the folder's lock and watch, in the background if asked to."""
     if options.detach:
         detach()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        if options.stay:
+            options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(options.folder / "agent.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -57,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"llmobs agent: {options.folder}: {error.strerror}", file=sys.stderr)
         return 2
-    return watch(options.folder)
+    return watch(options.folder, options.stay)
 
 
-def watch(folder: Path) -> int:
+def watch(folder: Path, stay: bool = False) -> int:
     """Tail the rings and serve the page. The lock is held by the caller."""
     # Imported late: detaching must not wait for numpy.
     from prometheus_client import CollectorRegistry
@@ -87,7 +101,8 @@ def watch(folder: Path) -> int:
     registry.register(RunCollector(run))
     if settings.page:
         publish(run, registry, settings.host, settings.port)
-    prune(folder)
+    if not stay:
+        prune(folder)
 
     began = time.monotonic()
     gone_since: float | None = None
@@ -98,7 +113,9 @@ def watch(folder: Path) -> int:
             log.exception("reading failed")
             busy = 0
         now = time.monotonic()
-        if run.sources and not run.alive():
+        if stay:
+            pass
+        elif run.sources and not run.alive():
             gone_since = gone_since or now
             if now - gone_since > LINGER_SECONDS:
                 break
@@ -131,7 +148,8 @@ def publish(run: "Run", registry: "CollectorRegistry", host: str, port: int) -> 
 
     held_by = owner_of(port)
     family = {source.reader.pid for source in run.sources.values()}
-    family.add(int(run.folder.name.partition("-")[0] or 0))
+    roots = (str(source.info.get("server")).partition("-")[0] for source in run.sources.values())
+    family |= {int(root) for root in roots if root.isdigit()}
     ours = held_by is not None and held_by.pid in family
     try:
         # In a port of the server's own process OpenTelemetry's Prometheus exporter serves our

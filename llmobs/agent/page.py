@@ -66,7 +66,7 @@ def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterabl
 
 
 def serve(run: Run, registry: CollectorRegistry, host: str, port: int) -> tuple[str, int]:
-    """Serve on the port, or on the next free one; returns the address.
+    """Serve on the port, or on the next free one (0: any); returns the address.
 
     Raises OSError if the host is none of this machine's or no port is free.
     """
@@ -84,5 +84,5 @@ def serve(run: Run, registry: CollectorRegistry, host: str, port: int) -> tuple[
             continue
         server.set_app(_application(run, registry))
         threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
-        return str(address[0]), candidate
+        return str(address[0]), int(server.server_address[1])
     raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + PORTS_TRIED - 1}")

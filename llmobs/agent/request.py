@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from llmobs import schema
-from llmobs.agent.steps import EngineView, Sequence
+from llmobs.agent.steps import EngineView, Preemption, Sequence
 from llmobs.schema import Flag, Outcome
 
 
@@ -61,7 +61,9 @@ class Finished(NamedTuple):
     longest_gap: float | None
     preemptions: int
     phases: tuple[float, ...]
-    """In the order of PHASES; empty if it was never admitted."""
+    """In the order of PHASES, they sum to `seconds`; the first only if it was never admitted."""
+    first_token_phases: tuple[float, ...]
+    """The same until the first token, they sum to `first_token`; empty if there was none."""
 
 
 def first_token(request: Request) -> int:
@@ -85,10 +87,9 @@ def phases_of(request: Request) -> tuple[int, ...]:
     arrival, end = request.arrival, request.end
     if not request.admissions:
         return (end - arrival,)
-    admissions = list(request.admissions.values())
-    known = [(a, a.sequence) for a in admissions if a.sequence is not None]
+    known = _known(request)
     if not known:
-        added = min(max(admissions[0].time, arrival), end)
+        added = min(max(min(a.time for a in request.admissions.values()), arrival), end)
         return (added - arrival, end - added, 0, 0, 0, 0)
     opening, sequence = max(known, key=lambda pair: pair[1].last or pair[1].left)
     start = sequence
@@ -96,15 +97,37 @@ def phases_of(request: Request) -> tuple[int, ...]:
         opening, start = min(known, key=lambda pair: pair[0].time)
     whole = request.outcome in (Outcome.STOP, Outcome.LENGTH)
     last = (sequence.last or sequence.left) if whole else end
-    marks = [arrival, opening.time, start.started or end, start.first or last, last, end]
-    for place in range(1, len(marks)):
-        marks[place] = min(max(marks[place], marks[place - 1]), end)
-    preprocess, queue, prefill, decode, deliver = (b - a for a, b in pairwise(marks))
+    marks = (arrival, opening.time, start.started or end, start.first or last, last, end)
+    return _partition(marks, sequence.preemptions)
+
+
+def first_token_phases_of(request: Request, first: int) -> tuple[int, ...]:
+    """The same until the first token, by the sequence that had it; empty if there was none."""
+    known = [(a, s) for a, s in _known(request) if s.first]
+    if not known or not first:
+        return ()
+    opening, sequence = min(known, key=lambda pair: pair[1].first)
+    marks = (request.arrival, opening.time, sequence.started, sequence.first, sequence.first, first)
+    return _partition(marks, sequence.preemptions)
+
+
+def _known(request: Request) -> list[tuple[Admission, Sequence]]:
+    return [(a, a.sequence) for a in request.admissions.values() if a.sequence is not None]
+
+
+def _partition(marks: tuple[int, ...], preemptions: list[Preemption]) -> tuple[int, ...]:
+    """From the six moments between which the phases lie. Moments out of order, as an abort leaves
+    them, are clamped; what was lost to preemption is taken out of prefill and decode."""
+    *ordered, end = marks
+    moments = [ordered[0]]
+    for moment in (*ordered[1:], end):
+        moments.append(min(max(moment, moments[-1]), max(end, ordered[0])))
+    preprocess, queue, prefill, decode, deliver = (b - a for a, b in pairwise(moments))
     preempted = 0
-    for loss in sequence.preemptions:
+    for loss in preemptions:
         stop = loss.end or end
-        in_prefill = max(min(stop, marks[3]) - max(loss.start, marks[2]), 0)
-        in_decode = max(min(stop, marks[4]) - max(loss.start, marks[3]), 0)
+        in_prefill = max(min(stop, moments[3]) - max(loss.start, moments[2]), 0)
+        in_decode = max(min(stop, moments[4]) - max(loss.start, moments[3]), 0)
         prefill, decode = prefill - in_prefill, decode - in_decode
         preempted += in_prefill + in_decode
     return preprocess, queue, prefill, preempted, decode, deliver

@@ -6,10 +6,17 @@ from itertools import pairwise
 from typing import Any
 
 from llmobs import schema
-from llmobs.agent.request import Admission, Finished, Request, first_token, phases_of
+from llmobs.agent.request import (
+    Admission,
+    Finished,
+    Request,
+    first_token,
+    first_token_phases_of,
+    phases_of,
+)
 from llmobs.agent.steps import SECOND, EngineView, Sequence
 from llmobs.agent.store import Store
-from llmobs.metrics import PHASES
+from llmobs.metrics import HAND_OVER, PHASES
 from llmobs.schema import Flag, Kind, Outcome
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
 
@@ -224,7 +231,7 @@ class RequestView:
                 waited = (sequence.joined - admission.time) / SECOND
                 self.store.add(
                     "llmobs_queue_reason_seconds_total",
-                    *(engine.models[0], engine.name, "engine_busy"),
+                    *(engine.models[0], engine.name, HAND_OVER),
                     amount=max(waited, 0.0),
                 )
         first = first_token(request)
@@ -249,6 +256,9 @@ class RequestView:
                 longest_gap=gap,
                 preemptions=sum(len(s.preemptions) for s in sequences),
                 phases=tuple(value / SECOND for value in phases),
+                first_token_phases=tuple(
+                    value / SECOND for value in first_token_phases_of(request, first)
+                ),
             )
         )
 

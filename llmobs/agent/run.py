@@ -10,7 +10,7 @@ from llmobs import schema
 from llmobs.agent.requests import RequestView
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
-from llmobs.metrics import METRICS, Exactness
+from llmobs.metrics import HAND_OVER, METRICS, Exactness
 from llmobs.ring import SUFFIX, Reader, RingError
 from llmobs.schema import Kind
 
@@ -59,7 +59,8 @@ class Run:
         self.lock = threading.Lock()
         self.store = Store()
         self.requests = RequestView(self.store)
-        self.engines: dict[str, EngineView] = {}
+        self.engines: dict[tuple[str, str], EngineView] = {}
+        """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
         self.refused: dict[str, str] = {}
         self.restarts = 0
@@ -109,17 +110,18 @@ class Run:
         self.requests.models[source.number] = models
         engine_name = str(info.get("engine", "0"))
         if "engine_core" in source.roles or "worker" in source.roles:
-            engine = self.engines.get(engine_name)
+            identity = (str(info.get("server")), engine_name)
+            engine = self.engines.get(identity)
             if engine is None:
                 engine = EngineView(engine_name, self.store, self.requests.sequence_changed)
-                self.engines[engine_name] = engine
-                self.requests.default_engine = min(self.engines)
+                self.engines[identity] = engine
+                self.requests.default_engine = min(name for _, name in self.engines)
             source.engine = engine
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
         for model in models:
-            for engine_name in self.engines or ("0",):
-                self._prepare(model, engine_name)
+            for _, name in self.engines or [("", "0")]:
+                self._prepare(model, name)
 
     def _prepare(self, model: str, engine: str) -> None:
         """Let every known series stand at 0 from the start."""
@@ -129,6 +131,8 @@ class Run:
         for metric in METRICS:
             if metric.exactness is Exactness.RECORDS:
                 self.store.prepare(metric, {"model_name": (model,), "engine": (engine,)})
+        waits = "llmobs_queue_reason_seconds_total"
+        self.store.add(waits, model, engine, HAND_OVER, amount=0)
 
     def _read(self, source: Source) -> int:
         alive = source.reader.alive()  # before reading: what a dead process wrote is all there
@@ -142,7 +146,7 @@ class Run:
                 if not len(batch.records):
                     break
                 total += len(batch.records)
-                self._feed(source, batch.records.tolist())
+                self._feed(source, batch.rows())
         except RingError as error:
             log.warning("ring given up: %s", error)
             alive = False

@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from itertools import product
 
+from prometheus_client.utils import floatToGoString
+
 from llmobs.metrics import BY_NAME, Metric
 
 
@@ -21,11 +23,11 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(le, count) pairs as Prometheus writes them."""
+        """(le, count) pairs as Prometheus writes them: OpenMetrics wants 1024.0, not 1024."""
         total, pairs = 0, []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
-            pairs.append((bound, float(total)))
+            pairs.append((floatToGoString(bound), float(total)))
         return pairs
 
 

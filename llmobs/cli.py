@@ -1,0 +1,83 @@
+"""The command `llmobs`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from llmobs import __version__
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with examples under every `--help`."""
+    top = argparse.ArgumentParser(
+        prog="llmobs",
+        description="Why did this LLM server's P99 jump?",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  llmobs diagnose\n  llmobs diagnose --endpoint http://gpu-7:9464\n",
+    )
+    top.add_argument("--version", action="version", version=f"llmobs {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="per context length and phase: where the P99 went, where to look next",
+        description="Reads the requests that an agent saw end lately, and says per context length "
+        "where the slowest spent their time. Exit code 1 when a target is missed.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  llmobs diagnose                              the server on this machine\n"
+        "  llmobs diagnose --endpoint http://gpu-7:9464\n"
+        "  llmobs diagnose --json | jq '.buckets[].dominant'\n",
+    )
+    diagnose.add_argument("--endpoint", metavar="URL", help="the page of an agent (default: local)")
+    diagnose.add_argument("--json", action="store_true", help="JSON on standard output")
+
+    agent = commands.add_parser(
+        "agent",
+        help="watch servers by hand (each server starts an agent by itself)",
+        description="For one agent per node: servers started with LLMOBS_AGENT=FOLDER write there.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  llmobs agent --stay /var/lib/llmobs\n"
+        "  LLMOBS_AGENT=/var/lib/llmobs vllm serve MODEL\n",
+    )
+    from llmobs.agent.__main__ import add_arguments
+
+    add_arguments(agent)
+    return top
+
+
+def main(
+    argv: Sequence[str] | None = None, out: TextIO = sys.stdout, err: TextIO = sys.stderr
+) -> int:
+    """Run one command. Exit codes: 0, 1 (a finding), 2 (bad input, one line on `err`)."""
+    options = parser().parse_args(argv)
+    if options.command == "agent":
+        from llmobs.agent.__main__ import run
+
+        return run(options)
+    return _diagnose(options, out, err)
+
+
+def _diagnose(options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    from llmobs.diagnose import breakdown, show, source
+    from llmobs.settings import read_settings
+
+    try:
+        endpoint = options.endpoint or source.local_page(read_settings())
+        found = breakdown.breakdowns(source.finished_requests(endpoint))
+        samples = source.samples(endpoint)
+        if not found:
+            raise source.SourceError(f"{endpoint}: no request has ended there yet")
+    except source.SourceError as error:
+        print(f"llmobs diagnose: {error}", file=err)
+        return 2
+    if options.json:
+        show.show_json(found, samples, out)
+    else:
+        show.show(found, samples, out)
+    return int(any(b.missed for b in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
