@@ -71,41 +71,36 @@ def wrap(
     called when `original` raised.
     """
     failed = GUARD.failed
-    where = positions(original, parameters)
-
-    if len(where) == 1 and before is None:
-        name, place = parameters[0], where[0]
-
-        @functools.wraps(original)
-        def simple(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            try:
-                after(None, result, args[0], args[place] if place < len(args) else kwargs[name])
-            except Exception:
-                failed(probe)
-            return result
-
-        return simple
-
-    def wanted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        return [
-            args[place] if place < len(args) else kwargs.get(name)
-            for place, name in zip(where, parameters, strict=True)
-        ]
+    pick = _picker(positions(original, parameters), parameters)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        token = None
-        if before is not None:
-            try:
-                token = before(args[0], *wanted(args, kwargs))
-            except Exception:
-                failed(probe)
-        result = original(*args, **kwargs)
+        token = wanted = None
         try:
-            after(token, result, args[0], *wanted(args, kwargs))
+            wanted = pick(args, kwargs)
+            if before is not None:
+                token = before(args[0], *wanted)
         except Exception:
             failed(probe)
+        result = original(*args, **kwargs)
+        if wanted is not None:
+            try:
+                after(token, result, args[0], *wanted)
+            except Exception:
+                failed(probe)
         return result
 
     return wrapper
+
+
+def _picker(places: tuple[int, ...], names: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
+    """How to find the wanted arguments of a call: by position, by keyword, or None (a default)."""
+    if not places:
+        return lambda args, kwargs: ()
+    if len(places) == 1:
+        place, name = places[0], names[0]
+        return lambda args, kwargs: (args[place] if place < len(args) else kwargs.get(name),)
+    pairs = tuple(zip(places, names, strict=True))
+    return lambda args, kwargs: tuple(
+        args[place] if place < len(args) else kwargs.get(name) for place, name in pairs
+    )

@@ -210,9 +210,12 @@ class EngineView:
         if sequence is None:
             return
         self._stop_decoding(sequence)
-        open_one = sequence.preemptions and not sequence.preemptions[-1].end
-        if open_one:
-            sequence.to_recompute = max(sequence.to_recompute, columns[0])
+        if sequence.preemptions and not sequence.preemptions[-1].end:
+            # Preempted again before all was computed: what was owed then is owed still.
+            sequence.to_recompute = max(sequence.to_recompute, 0) + columns[0]
+            for others in self.recomputing.values():
+                if sequence in others:
+                    others.remove(sequence)
         else:
             sequence.preemptions.append(Preemption(time))
             sequence.to_recompute = columns[0]
