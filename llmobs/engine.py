@@ -420,7 +420,7 @@ class Engine:
 
     # Changes outside of steps
 
-    def preempt(self, request: Any, lost: int) -> None:
+    def preempt(self, request: Any, lost: int, usage: int) -> None:
         request_id = request.request_id
         sequence = self.sequences.get(request_id)
         if sequence is None:
@@ -430,7 +430,7 @@ class Engine:
         bucket = sequence.cell % schema.BUCKETS
         self.ring.cells[schema.model_cell("preemptions", model) + bucket] += 1
         tokens = request.num_output_tokens
-        self.ring.put(Kind.PREEMPT, now(), sequence.number, 0, 0, lost, tokens, sequence.key)
+        self.ring.put(Kind.PREEMPT, now(), sequence.number, 0, 0, lost, tokens, sequence.key, usage)
 
     def leave(self, request: Any) -> None:
         sequence = self.sequences.get(request.request_id)
@@ -503,13 +503,14 @@ def updated(token: int, result: Any, scheduler: Any, output: Any) -> None:
         ENGINE.updated(output, result, token)
 
 
-def preemption_starts(scheduler: Any, request: Any) -> int:
-    return int(request.num_computed_tokens)
+def preemption_starts(scheduler: Any, request: Any) -> tuple[int, int]:
+    # Read before: the preemption itself frees the blocks and forgets what was computed.
+    return int(request.num_computed_tokens), int(scheduler.kv_cache_manager.usage * 1_000_000)
 
 
-def preempted(token: int, result: Any, scheduler: Any, request: Any) -> None:
+def preempted(token: tuple[int, int], result: Any, scheduler: Any, request: Any) -> None:
     if ENGINE is not None:
-        ENGINE.preempt(request, token)
+        ENGINE.preempt(request, *token)
 
 
 def left(token: Any, result: Any, scheduler: Any, request: Any) -> None:

@@ -6,6 +6,8 @@ With engine.py and worker.py one of the three files that know vLLM's attributes.
 import contextvars
 import hashlib
 import itertools
+import random
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -17,6 +19,8 @@ from llmobs.slo import SLO
 
 now = time.monotonic_ns
 UNKNOWN_BUCKET = schema.BUCKETS
+TRACE_STATE_BYTES = 512
+"""What every platform must be able to pass on (W3C Trace Context, section 3.3.1.5)."""
 
 ROUTES = {
     "/v1/chat/completions": Route.CHAT,
@@ -237,9 +241,12 @@ def arrive(scope: dict[str, Any]) -> Edge | None:
 
 def _put_arrival(ring: Any, edge: Edge, headers: Any) -> None:
     trace = span = flags = 0
+    state = b""
     for name, value in headers:
         if name == b"traceparent":
             trace, span, flags = parse_traceparent(value)
+        elif name == b"tracestate":
+            state = state + b"," + value if state else value
     high, low = _halves(trace)
     ring.put(
         Kind.ARRIVE,
@@ -252,6 +259,8 @@ def _put_arrival(ring: Any, edge: Edge, headers: Any) -> None:
         _signed(span),
         time.time_ns() - (now() - edge.arrival),
     )
+    if state and flags and len(state) <= TRACE_STATE_BYTES:
+        ring.put_text(Kind.TRACE_STATE, edge.arrival, state, edge.number)
 
 
 def parse_traceparent(value: bytes) -> tuple[int, int, int]:
@@ -277,24 +286,60 @@ def _halves(number: int) -> tuple[int, int]:
     return _signed(number >> 64), _signed(number & 0xFFFFFFFFFFFFFFFF)
 
 
-def _active_span() -> tuple[int, int, int]:
-    """The active server span, if OpenTelemetry is in use in this process: trace id, span id."""
-    import sys
-
+def _active_span() -> tuple[int, int, int, int]:
+    """The active server span, if OpenTelemetry is in use in this process: trace id in two halves,
+    span id, flags as in ADMIT; zeros without one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     context = trace.get_current_span().get_span_context()
-    return (*_halves(context.trace_id), _signed(context.span_id))
+    if not context.is_valid:
+        return 0, 0, 0, 0
+    return (
+        *_halves(context.trace_id),
+        _signed(context.span_id),
+        int(context.trace_flags) & 1 | 256,
+    )
+
+
+def observe_trace_headers(headers: Awaitable[Any]) -> Awaitable[Any]:
+    """The trace headers that vLLM's own tracing goes by: without any, its span and ours would be
+    two traces."""
+    return _observed_trace_headers(headers)
+
+
+async def _observed_trace_headers(awaited: Awaitable[Any]) -> Any:
+    headers = await awaited
+    try:
+        if not headers and process.current().vllm_traces:
+            return _trace_headers() or headers
+    except Exception:
+        GUARD.failed("trace_headers")
+    return headers
+
+
+def _trace_headers() -> dict[str, str] | None:
+    """The active server span as a header, else ids that our own span will have."""
+    edge, ring = EDGE.get(), process.current().ring
+    if edge is None or ring is None:
+        return None
+    high, low, span, _ = _active_span()
+    if not span:
+        high, low, span = (_signed(random.getrandbits(64) | 1) for _ in range(3))
+        ring.put(Kind.CONTEXT, now(), edge.number, 0, 0, high, low, span)
+    halves = (number & 0xFFFFFFFFFFFFFFFF for number in (high, low, span))
+    return {"traceparent": "00-{:016x}{:016x}-{:016x}-01".format(*halves)}
 
 
 def starts(instance: Any, vllm_config: Any) -> None:
     """Before AsyncLLM or LLMEngine is built: this process is a front end."""
     import vllm
 
-    process.current().open(
-        "api_server", str(vllm_config.model_config.served_model_name), vllm=vllm.__version__
-    )
+    state = process.current()
+    traces = vllm_config.observability_config.otlp_traces_endpoint
+    state.vllm_traces = traces is not None
+    model = str(vllm_config.model_config.served_model_name)
+    state.open("api_server", model, vllm=vllm.__version__)
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:

@@ -300,4 +300,8 @@ METRICS = (
         _A,
     ),
 )
-BY_NAME = {metric.name: metric for metric in METRICS}
+OUTPUT_TOKENS = Metric(
+    "output_tokens", _H, "Output tokens per request.", {**MODEL}, _R, "", "context_tokens"
+)
+"""Kept for OTLP alone, where gen_ai.client.token.usage wants it."""
+BY_NAME = {metric.name: metric for metric in (*METRICS, OUTPUT_TOKENS)}

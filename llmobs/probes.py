@@ -104,6 +104,17 @@ PROBES = (
         optional=True,
     ),
     Probe(
+        "trace_headers",
+        "api_server",
+        (
+            "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers",
+            "vllm.entrypoints.openai.engine.serving:OpenAIServing._get_trace_headers",
+            "vllm.entrypoints.openai.serving_engine:OpenAIServing._get_trace_headers",
+        ),
+        transform=frontend.observe_trace_headers,
+        optional=True,
+    ),
+    Probe(
         "scheduler",
         "engine_core",
         (f"{_SCHEDULER}.__init__",),

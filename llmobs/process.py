@@ -40,6 +40,8 @@ class Process:
         self.roles: list[str] = []
         self.probes: dict[str, int] = {}
         self.extra: dict[str, Any] = {}
+        self.vllm_traces = False
+        """Whether vLLM's own tracing is on."""
         self.probe_numbers: dict[str, int] = {}
         self._lock = threading.Lock()
         self._gave_up = False
@@ -98,6 +100,7 @@ class Process:
         return {
             "llmobs": __version__,
             "server": Path(os.environ.get(SERVER_RUN, "")).name,
+            "resource": self.settings.resource,
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
@@ -179,7 +182,7 @@ def spawn_agent(folder: Path) -> None:
 
 def _watch(process: Process, folder: Path) -> None:
     """Keep an agent alive as long as this process lives, and say once where the metrics are."""
-    said = ""
+    said: list[str] = []
     stamp = folder / "agent.started"
     speaker = process.roles[0] == "api_server"
     while process is current() and process.ring is not None:
@@ -200,15 +203,16 @@ def _watch(process: Process, folder: Path) -> None:
         time.sleep(WATCH_SECONDS)
 
 
-def _say(folder: Path, said: str) -> str:
+def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
-        notice = str(json.loads((folder / AGENT_STATE).read_text())["notice"])
+        notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
     except (OSError, ValueError, KeyError):
         return said
-    if notice != said:
+    before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
+    for notice in notices[before:]:
         log.warning("%s", notice)
-    return notice
+    return notices
 
 
 _current: Process | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from llmobs.guard import GUARD
 
@@ -33,10 +34,13 @@ class ProxyCollector(Collector):
         except Exception:
             GUARD.failed("proxy")
             return
-        for name, documentation, type_, samples in families:
-            metric = Metric(name, documentation, type_)
+        for family, documentation, type_, samples in families:
+            metric = Metric(family, documentation, type_)
             for sample in samples:
-                metric.add_sample(*sample)
+                name, labels, value, timestamp, exemplar = sample
+                metric.add_sample(
+                    name, labels, value, timestamp, Exemplar(*exemplar) if exemplar else None
+                )
             yield metric
 
     def _fetch(self) -> list[Any]:

@@ -129,6 +129,14 @@ class Writer:
             at = schema.SLOTS_OFFSET + n % self.capacity * schema.SLOT_SIZE
             schema.PAIRS.pack_into(self._map, at, n, kind, count, 0, z, *part, time, n)
 
+    def put_text(self, kind: int, time: int, text: bytes, z: int = 0) -> None:
+        """Append bytes, 72 in a record; x says how many, y which part."""
+        for part, start in enumerate(range(0, len(text), 72)):
+            piece = text[start : start + 72]
+            n = self._next()
+            at = schema.SLOTS_OFFSET + n % self.capacity * schema.SLOT_SIZE
+            schema.TEXT.pack_into(self._map, at, n, kind, len(piece), part, z, piece, time, n)
+
 
 @dataclass
 class Batch:

@@ -39,6 +39,8 @@ RECORD = struct.Struct("<QBBHI9qqQ")
 """sequence, kind, x, y, z, nine columns, time, sequence."""
 PAIRS = struct.Struct("<QBBHI18IqQ")
 """As RECORD, with eighteen unsigned 32-bit numbers in place of the columns."""
+TEXT = struct.Struct("<QBBHI72sqQ")
+"""As RECORD, with 72 bytes of text in place of the columns."""
 SLOT = np.dtype(
     [
         ("head", "<u8"),
@@ -52,7 +54,7 @@ SLOT = np.dtype(
     ]
 )
 SLOT_SIZE = SLOT.itemsize
-assert RECORD.size == PAIRS.size == SLOT_SIZE
+assert RECORD.size == PAIRS.size == TEXT.size == SLOT_SIZE
 
 
 class Kind(IntEnum):
@@ -66,7 +68,8 @@ class Kind(IntEnum):
     ADMIT = 2
     """A sequence is handed to the engine. x: Flag; y: cell; key, prompt tokens, max tokens,
     index among the sequences of its prompt, wall-clock arrival when there is no HTTP, else 0,
-    then the active server span if there is one: trace id (two halves), span id."""
+    then the active server span if there is one: trace id (two halves), span id, flags (bit 0
+    sampled, bit 8 present)."""
     FIRST = 3
     """The first chunk that carries a token is handed to the HTTP server."""
     SEQUENCE_END = 4
@@ -77,6 +80,12 @@ class Kind(IntEnum):
     1 if the response was streamed, cell."""
     BEAMS = 6
     """Beam search returned: a list of its sequences' lengths in tokens."""
+    CONTEXT = 7
+    """The ids that the request's span must have, since vLLM's own tracing was told them: trace id
+    (two halves), span id."""
+    TRACE_STATE = 8
+    """Up to 72 bytes of the incoming tracestate in place of the columns. x: how many; y: which
+    part."""
 
     # engine core: a `sequence` is one request of the engine
     JOIN = 16
@@ -85,7 +94,7 @@ class Kind(IntEnum):
     """Part of a prefill, or of a recompute, is scheduled. x: Entry; tokens scheduled, tokens
     computed before, step, key."""
     PREEMPT = 18
-    """Computed tokens lost, output tokens so far, key."""
+    """Computed tokens lost, output tokens so far, key, KV usage in millionths."""
     TOKENS = 19
     """A list of pairs (sequence, tokens) of what came out beside the implied."""
     SKIP = 20

@@ -6,12 +6,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 log = logging.getLogger("llmobs")
 
 MIB = 1024 * 1024
 SERVER_RUN = "_LLMOBS_SERVER_RUN"
 """Set by the first process of a server for those it starts: they share one run folder."""
+
+SLO_SHARE = 0.01
+"""Of the requests that met their targets, so many traces are kept."""
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
@@ -22,7 +26,10 @@ class Settings:
 
     `run_base` holds one run folder per server. `ring_bytes` is the size of one process's ring.
     `agent` is a run folder that an agent already watches: none is started then. `page` is False
-    when OTEL_METRICS_EXPORTER says that no metrics are wanted.
+    when OTEL_METRICS_EXPORTER says that no metrics are wanted. `trace_share` is the share of the
+    requests in order whose traces are kept beside those that are not (None: no traces at all);
+    `traces_exporter` and `metrics_otlp` are what OpenTelemetry's variables ask for, `resource` its
+    resource attributes.
     """
 
     enabled: bool
@@ -32,6 +39,10 @@ class Settings:
     host: str
     port: int
     page: bool
+    trace_share: float | None
+    traces_exporter: str
+    metrics_otlp: bool
+    resource: dict[str, str]
 
 
 def _warn(name: str, value: str, accepted: str, used: object) -> None:
@@ -62,6 +73,52 @@ def _number(
         return number
     _warn(name, value, accepted, default)
     return default
+
+
+def _trace_share(environ: Mapping[str, str]) -> float | None:
+    name = "LLMOBS_TRACE_SAMPLING"
+    value = environ.get(name, "").strip().lower()
+    words = {"": SLO_SHARE, "slo": SLO_SHARE, "always": 1.0, "off": None}
+    if value in words:
+        return words[value]
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if 0 <= share <= 1:
+        return share
+    _warn(name, value, "slo, always, off or a share from 0 to 1", "slo")
+    return SLO_SHARE
+
+
+def _traces_exporter(environ: Mapping[str, str]) -> str:
+    """`otlp`, `console` or `none`. Like OpenTelemetry's SDK for Python we export nothing unless
+    told to; an endpoint tells us."""
+    name = "OTEL_TRACES_EXPORTER"
+    value = environ.get(name, "").strip().lower()
+    if not value:
+        asked = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get(
+            "OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
+        return "otlp" if asked else "none"
+    wanted = [v.strip() for v in value.split(",")]
+    for exporter in ("otlp", "console", "none"):
+        if exporter in wanted:
+            return exporter
+    _warn(name, value, "otlp, console or none", "none")
+    return "none"
+
+
+def resource_attributes(environ: Mapping[str, str]) -> dict[str, str]:
+    """OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, as the SDK reads them."""
+    attributes = {}
+    for item in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
+        key, equals, value = item.partition("=")
+        if key.strip() and equals:
+            attributes[key.strip()] = unquote(value.strip())
+    if service := environ.get("OTEL_SERVICE_NAME", "").strip():
+        attributes["service.name"] = service
+    return attributes
 
 
 def default_run_base() -> Path:
@@ -99,4 +156,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             lambda n: 1 <= n <= 65535,
         ),
         page=exporters != ["none"],
+        trace_share=_trace_share(environ),
+        traces_exporter=_traces_exporter(environ),
+        metrics_otlp="otlp" in exporters,
+        resource=resource_attributes(environ),
     )

@@ -65,11 +65,11 @@ class RunCollector(Collector):
             return family
         make = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
         family = make(metric.name, metric.help, labels=labels)
-        for values, value in sorted(self._samples(metric).items()):
+        for values, value in sorted(self.samples(metric).items()):
             family.add_metric(values, value)
         return family
 
-    def _samples(self, metric: Metric) -> Samples:
+    def samples(self, metric: Metric) -> Samples:
         samples: Samples = dict(self.run.store.counters.get(metric.name, {}))
         if metric.name in FROM_TOTALS:
             total, scale = FROM_TOTALS[metric.name]
@@ -159,7 +159,9 @@ def _build(run: Run) -> Samples:
 OWN: dict[str, Callable[[Run], Samples]] = {
     "llmobs_incomplete_requests_total": lambda run: {(_served(run),): run.requests.incomplete},
     "llmobs_records_lost_total": _lost,
-    "llmobs_spans_dropped_total": lambda run: {(_served(run), r): 0 for r in DROP_REASONS},
+    "llmobs_spans_dropped_total": lambda run: {
+        (_served(run), reason): run.dropped_spans()[reason] for reason in DROP_REASONS
+    },
     "llmobs_guard_errors_total": _guard,
     "llmobs_probe_attached": _attached,
     "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},

@@ -53,7 +53,7 @@ def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterabl
                     family.name,
                     family.documentation,
                     family.type,
-                    [tuple(s)[:3] for s in family.samples],
+                    [tuple(s)[:5] for s in family.samples],
                 )
                 for family in registry.collect()
             ]

@@ -1,12 +1,34 @@
 """One request: what is known of it, and the partition of its time."""
 
+import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from llmobs import schema
 from llmobs.agent.steps import EngineView, Preemption, Sequence
+from llmobs.metrics import PHASES
 from llmobs.schema import Flag, Outcome
+
+
+@dataclass(slots=True)
+class TraceContext:
+    """Where the request's span belongs. Ids are 0 where there are none yet; `sampled` is what the
+    owner of the parent decided, `remote_sampled` what the caller's traceparent said."""
+
+    trace: int = 0
+    parent: int = 0
+    span: int = 0
+    sampled: bool = False
+    remote_sampled: bool = False
+    state: bytes = b""
+    local: bool = False
+    """The parent is a server span of the same process."""
+
+    def identify(self) -> None:
+        """Give the trace and the request's own span their ids, if they have none."""
+        self.trace = self.trace or random.getrandbits(128) | 1
+        self.span = self.span or random.getrandbits(64) | 1
 
 
 @dataclass(slots=True)
@@ -17,6 +39,7 @@ class Admission:
     time: int
     flags: int
     prompt: int
+    max_tokens: int = 0
     tokens: int = -1
     ended: int = 0
     sequence: Sequence | None = None
@@ -43,6 +66,14 @@ class Request:
     bucket: int = schema.BUCKETS
     tokens: int = 0
     streamed: bool = False
+    wall_at: int = 0
+    wall: int = 0
+    """The wall clock, in nanoseconds since the epoch, when the monotonic one stood at `wall_at`."""
+    trace: "TraceContext" = field(default_factory=lambda: TraceContext())
+    missed: tuple[str, ...] = ()
+    """The objectives that it missed."""
+    pinned: bool = False
+    """An exemplar leads to its trace, which must be kept then."""
 
 
 class Finished(NamedTuple):
@@ -77,28 +108,55 @@ def first_token(request: Request) -> int:
     return min((s.first for s in sequences if s.first), default=0)
 
 
-def phases_of(request: Request) -> tuple[int, ...]:
-    """Nanoseconds in each of PHASES; they sum to the request's whole time, by construction.
+class Segment(NamedTuple):
+    """A stretch of a request's time in one phase; nanoseconds, monotonic. `loss` is the preemption
+    that the phase `preempted` goes back to."""
 
-    They follow the sequence that ended last. A request that never got to the engine has the first
+    phase: str
+    start: int
+    end: int
+    loss: Preemption | None = None
+
+
+def segments_of(request: Request) -> list[Segment]:
+    """The partition of a request's time: contiguous, from its arrival to its end, by construction.
+
+    It follows the sequence that ended last. A request that never got to the engine has the first
     phase only. All sequences of a beam search are one: what began with the first ended with the
-    last.
+    last. Stretches of no length are left out.
     """
     arrival, end = request.arrival, request.end
     if not request.admissions:
-        return (end - arrival,)
+        return [Segment("preprocess", arrival, end)]
+    chosen = chosen_sequence(request)
+    if chosen is None:
+        added = min(max(min(a.time for a in request.admissions.values()), arrival), end)
+        return _cut([arrival, added, end, end, end, end], [])
+    opening, start, sequence = chosen
+    whole = request.outcome in (Outcome.STOP, Outcome.LENGTH)
+    last = (sequence.last or sequence.left) if whole else end
+    marks = [arrival, opening.time, start.started or end, start.first or last, last, end]
+    return _cut(marks, sequence.preemptions)
+
+
+def chosen_sequence(request: Request) -> tuple[Admission, Sequence, Sequence] | None:
+    """Which sequence stands for the request: its admission, where it starts and where it ends (two
+    only in beam search); None if the engine knew none."""
     known = _known(request)
     if not known:
-        added = min(max(min(a.time for a in request.admissions.values()), arrival), end)
-        return (added - arrival, end - added, 0, 0, 0, 0)
+        return None
     opening, sequence = max(known, key=lambda pair: pair[1].last or pair[1].left)
     start = sequence
     if opening.flags & Flag.BEAM:
         opening, start = min(known, key=lambda pair: pair[0].time)
-    whole = request.outcome in (Outcome.STOP, Outcome.LENGTH)
-    last = (sequence.last or sequence.left) if whole else end
-    marks = (arrival, opening.time, start.started or end, start.first or last, last, end)
-    return _partition(marks, sequence.preemptions)
+    return opening, start, sequence
+
+
+def phases_of(request: Request) -> tuple[int, ...]:
+    """Nanoseconds in each of PHASES; the first alone if it was never admitted."""
+    segments = segments_of(request)
+    sums = tuple(sum(s.end - s.start for s in segments if s.phase == phase) for phase in PHASES)
+    return sums if request.admissions else sums[:1]
 
 
 def first_token_phases_of(request: Request, first: int) -> tuple[int, ...]:
@@ -107,27 +165,40 @@ def first_token_phases_of(request: Request, first: int) -> tuple[int, ...]:
     if not known or not first:
         return ()
     opening, sequence = min(known, key=lambda pair: pair[1].first)
-    marks = (request.arrival, opening.time, sequence.started, sequence.first, sequence.first, first)
-    return _partition(marks, sequence.preemptions)
+    marks = [request.arrival, opening.time, sequence.started, sequence.first, sequence.first, first]
+    segments = _cut(marks, sequence.preemptions)
+    return tuple(sum(s.end - s.start for s in segments if s.phase == phase) for phase in PHASES)
 
 
 def _known(request: Request) -> list[tuple[Admission, Sequence]]:
     return [(a, a.sequence) for a in request.admissions.values() if a.sequence is not None]
 
 
-def _partition(marks: tuple[int, ...], preemptions: list[Preemption]) -> tuple[int, ...]:
+def _cut(marks: list[int], losses: list[Preemption]) -> list[Segment]:
     """From the six moments between which the phases lie. Moments out of order, as an abort leaves
-    them, are clamped; what was lost to preemption is taken out of prefill and decode."""
-    *ordered, end = marks
-    moments = [ordered[0]]
-    for moment in (*ordered[1:], end):
-        moments.append(min(max(moment, moments[-1]), max(end, ordered[0])))
-    preprocess, queue, prefill, decode, deliver = (b - a for a, b in pairwise(moments))
-    preempted = 0
-    for loss in preemptions:
-        stop = loss.end or end
-        in_prefill = max(min(stop, moments[3]) - max(loss.start, moments[2]), 0)
-        in_decode = max(min(stop, moments[4]) - max(loss.start, moments[3]), 0)
-        prefill, decode = prefill - in_prefill, decode - in_decode
-        preempted += in_prefill + in_decode
-    return preprocess, queue, prefill, preempted, decode, deliver
+    them, are clamped; what was lost to preemption is cut out of prefill and decode."""
+    end = max(marks[-1], marks[0])
+    moments = [marks[0]]
+    for moment in marks[1:]:
+        moments.append(min(max(moment, moments[-1]), end))
+    segments: list[Segment] = []
+    names = ("preprocess", "queue", "prefill", "decode", "deliver")
+    for name, (start, stop) in zip(names, pairwise(moments), strict=True):
+        at = start
+        if name in ("prefill", "decode"):
+            for loss in losses:
+                lost, found = max(loss.start, at), min(loss.end or end, stop)
+                if lost < found:
+                    segments += [Segment(name, at, lost), Segment("preempted", lost, found, loss)]
+                    at = found
+        segments.append(Segment(name, at, stop))
+    joined: list[Segment] = []
+    for segment in segments:
+        if segment.start == segment.end:
+            continue
+        before = joined[-1] if joined else None
+        if before and before.loss is segment.loss and before.phase == segment.phase:
+            joined[-1] = before._replace(end=segment.end)
+        else:
+            joined.append(segment)
+    return joined

@@ -1,5 +1,6 @@
 """Requests, put together from what the front ends and the engines recorded."""
 
+import random
 import time
 from collections import deque
 from itertools import pairwise
@@ -10,12 +11,14 @@ from llmobs.agent.request import (
     Admission,
     Finished,
     Request,
+    TraceContext,
     first_token,
     first_token_phases_of,
     phases_of,
 )
 from llmobs.agent.steps import SECOND, EngineView, Sequence
-from llmobs.agent.store import Store
+from llmobs.agent.store import Histogram, Store
+from llmobs.agent.traces import Traces
 from llmobs.metrics import HAND_OVER, PHASES
 from llmobs.schema import Flag, Kind, Outcome
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
@@ -25,6 +28,13 @@ PATIENCE_NS = 5_000_000_000
 """How long the end of a request waits for the engine's last word on it."""
 ORPHANS_NS = 60_000_000_000
 """How long a sequence that no front end spoke of is kept after its end."""
+
+U64 = 0xFFFFFFFFFFFFFFFF
+
+
+def _join(high: int, low: int) -> int:
+    """A trace id from its two signed halves."""
+    return (high & U64) << 64 | (low & U64)
 
 
 class RequestView:
@@ -45,10 +55,14 @@ class RequestView:
             Kind.FIRST: self._first,
             Kind.SEQUENCE_END: self._sequence_end,
             Kind.BEAMS: self._beams,
+            Kind.CONTEXT: self._context,
+            Kind.TRACE_STATE: self._trace_state,
             Kind.END: self._end,
         }
         self.models: dict[int, list[str]] = {}
         self.default_engine = "0"
+        self.resources: dict[int, dict[str, str]] = {}
+        self.traces: Traces | None = None
 
     # Records of front ends; `ring` tells them apart
 
@@ -79,10 +93,30 @@ class RequestView:
                     self._forget(identity, request)
 
     def _arrive(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
-        self.requests[identity] = Request(time_, x)
+        request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[4])
+        high, low, span = columns[:3]
+        if y & 256:
+            sampled = bool(y & 1)
+            request.trace = TraceContext(
+                _join(high, low), span & U64, sampled=sampled, remote_sampled=sampled
+            )
+
+    def _context(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
+        request = self.requests.get(identity)
+        if request is not None:
+            high, low, span = columns[:3]
+            request.trace.trace, request.trace.span = _join(high, low), span & U64
+
+    def _trace_state(
+        self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int
+    ) -> None:
+        request = self.requests.get(identity)
+        if request is not None:
+            text = b"".join((column & U64).to_bytes(8, "little") for column in columns)
+            request.trace.state += text[:x]
 
     def _admit(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
-        key, prompt, _, index, wall = columns[:5]
+        key, prompt, max_tokens, index, wall, high, low, span, flags = columns
         request = self.requests.get(identity)
         if request is None:
             if x & Flag.HTTP:
@@ -93,7 +127,20 @@ class RequestView:
             self.requests[identity] = request
         if request.cell < 0:
             request.cell = y
-        admission = Admission(key, time_, x, prompt)
+        if wall:
+            request.wall = wall
+        if flags & 256 and not request.admissions:
+            # A server span inside of the edge: it is the parent, itself the caller's child.
+            remote = request.trace
+            request.trace = TraceContext(
+                _join(high, low),
+                span & U64,
+                sampled=bool(flags & 1),
+                remote_sampled=remote.remote_sampled,
+                state=remote.state,
+                local=True,
+            )
+        admission = Admission(key, time_, x, prompt, max_tokens)
         request.admissions[key] = admission
         self.by_key[key] = identity
         if key in self.orphans:
@@ -130,6 +177,7 @@ class RequestView:
         request.arrival, request.end, request.outcome = arrival, time_, Outcome(x)
         request.status, request.bucket, request.tokens = y, bucket, tokens
         request.streamed, request.model = bool(streamed), model
+        request.wall_at = request.wall_at or arrival
         self.ending[identity] = request
         self._maybe_finish(identity, request)
 
@@ -189,10 +237,26 @@ class RequestView:
         model = self.model(ring, request.cell // schema.BUCKETS)
         engines = [a.engine.name for a in request.admissions.values() if a.engine is not None]
         engine = engines[0] if engines else self.default_engine
-        self.store.histogram(
-            "decode_token_latency_seconds", model, engine, bucket, "first"
-        ).observe((time_ - request.arrival) / SECOND)
+        child = self.store.histogram("decode_token_latency_seconds", model, engine, bucket, "first")
+        seconds = (time_ - request.arrival) / SECOND
+        child.observe(seconds)
+        if seconds > SLO.buckets[request.cell % schema.BUCKETS].first_token:
+            self._pin(request, child, seconds)
         self._observe_length(ring, request)
+
+    def _pin(self, request: Request, child: Histogram, seconds: float) -> None:
+        """Let an observation above its target lead to its trace at once: it will be kept."""
+        if self.traces is not None and child.wants_exemplar(seconds):
+            request.pinned = True
+            request.trace.identify()
+            child.set_exemplar(seconds, request.trace.trace, request.trace.span)
+
+    def slow_gap(self, sequence: Sequence, child: Histogram, seconds: float) -> None:
+        """The engine saw a gap above its target."""
+        identity = self.by_key.get(sequence.key)
+        request = self.requests.get(identity) if identity is not None else None
+        if request is not None and request.complete:
+            self._pin(request, child, seconds)
 
     def _observe_length(self, ring: int, request: Request) -> None:
         if not request.length_observed:
@@ -224,6 +288,7 @@ class RequestView:
                 )
         prompt = sum(a.prompt for a in request.admissions.values())
         if request.admissions:
+            self.store.histogram("output_tokens", model).observe(request.tokens)
             self._observe_length(identity[0], request)
         for admission in request.admissions.values():
             sequence, engine = admission.sequence, admission.engine
@@ -242,6 +307,8 @@ class RequestView:
         ttft = (first - request.arrival) / SECOND if first else None
         if bucket != UNKNOWN:
             self._verdict(request, model, request.bucket, ttft, gap)
+        preemptions = sum(len(s.preemptions) for s in sequences)
+        self._keep(identity[0], request, model, preemptions)
         self.finished.append(
             Finished(
                 ended=time.time() - (time.monotonic_ns() - request.end) / SECOND,
@@ -254,13 +321,37 @@ class RequestView:
                 seconds=seconds,
                 first_token=ttft,
                 longest_gap=gap,
-                preemptions=sum(len(s.preemptions) for s in sequences),
+                preemptions=preemptions,
                 phases=tuple(value / SECOND for value in phases),
                 first_token_phases=tuple(
                     value / SECOND for value in first_token_phases_of(request, first)
                 ),
             )
         )
+
+    def _keep(self, ring: int, request: Request, model: str, preemptions: int) -> None:
+        """Offer the request to the traces, with the reasons to keep it, if there are any."""
+        if self.traces is None:
+            return
+        reasons = [*request.missed]
+        if request.outcome in (Outcome.ABORT, Outcome.ERROR, Outcome.REJECTED):
+            reasons.append(request.outcome.name.lower())
+        if preemptions:
+            reasons.append("preempted")
+        if request.trace.remote_sampled:
+            reasons.append("caller")
+        if request.pinned:
+            reasons.append("exemplar")
+        if not reasons and random.random() < self.traces.share:
+            reasons.append("sample")
+        if reasons:
+            request.trace.identify()
+            self.traces.offer(request, model, self.resources.get(ring, {}), tuple(reasons))
+            seconds = (request.end - request.arrival) / SECOND
+            bucket = BUCKET_NAMES[request.bucket] if request.bucket < schema.BUCKETS else UNKNOWN
+            child = self.store.histogram("llmobs_request_seconds", model, bucket)
+            if child.wants_exemplar(seconds):
+                child.set_exemplar(seconds, request.trace.trace, request.trace.span)
 
     def _cut(self, request: Request) -> None:
         """Book the tokens of the sequences whose end the front end decided."""
@@ -300,5 +391,7 @@ class RequestView:
         pauses = "excluded"
         if gap is not None:
             pauses = "good" if gap <= target.token_gap else "bad"
+        verdicts = {"first_token": first, "token_gap": pauses}
+        request.missed = tuple(name for name, verdict in verdicts.items() if verdict == "bad")
         self.store.add("llmobs_slo_requests_total", model, name, "first_token", first)
         self.store.add("llmobs_slo_requests_total", model, name, "token_gap", pauses)

@@ -10,7 +10,7 @@ from llmobs import schema
 from llmobs.agent.requests import RequestView
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
-from llmobs.metrics import HAND_OVER, METRICS, Exactness
+from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness
 from llmobs.ring import SUFFIX, Reader, RingError
 from llmobs.schema import Kind
 
@@ -108,12 +108,18 @@ class Run:
         source.info = info
         models = source.models
         self.requests.models[source.number] = models
+        self.requests.resources[source.number] = dict(info.get("resource", {}))
         engine_name = str(info.get("engine", "0"))
         if "engine_core" in source.roles or "worker" in source.roles:
             identity = (str(info.get("server")), engine_name)
             engine = self.engines.get(identity)
             if engine is None:
-                engine = EngineView(engine_name, self.store, self.requests.sequence_changed)
+                engine = EngineView(
+                    engine_name,
+                    self.store,
+                    self.requests.sequence_changed,
+                    self.requests.slow_gap,
+                )
                 self.engines[identity] = engine
                 self.requests.default_engine = min(name for _, name in self.engines)
             source.engine = engine
@@ -186,6 +192,11 @@ class Run:
                 if newest > source.reader.capacity:
                     self._gap(source, 0)
                     source.reader.position = newest + 1
+
+    def dropped_spans(self) -> dict[str, int]:
+        """By reason; also called while there are no traces at all."""
+        traces = self.requests.traces
+        return traces.dropped if traces is not None else dict.fromkeys(DROP_REASONS, 0)
 
     def alive(self) -> bool:
         """Whether any process of the server still runs."""

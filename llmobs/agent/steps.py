@@ -12,20 +12,21 @@ import numpy.typing as npt
 from llmobs import schema
 from llmobs.agent.store import Histogram, Store
 from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState
-from llmobs.slo import BUCKET_NAMES
+from llmobs.slo import BUCKET_NAMES, SLO
 
 now = clock.monotonic_ns
 WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
 SECOND = 1e9
 SETTLE_NS = 500_000_000
+EVENTS_KEPT = 16
 STEPS_KEPT = 1 << 17
 """Eleven minutes at 200 steps a second. Sequences that decode for longer are folded."""
 
 STEP_COLUMNS = np.dtype(
     [
         *[(name, "<i8") for name in ("start", "scheduled", "update", "end")],
-        *[(name, "<i8") for name in ("forward", "sampling")],
-        *[(name, "<i4") for name in ("sequences", "tokens", "waiting")],
+        *[(name, "<i8") for name in ("forward_start", "forward", "sampling_start", "sampling")],
+        *[(name, "<i4") for name in ("sequences", "tokens", "waiting", "longest")],
         ("kind", "u1"),
         ("wait", "u1"),
     ]
@@ -34,10 +35,14 @@ STEP_COLUMNS = np.dtype(
 
 @dataclass
 class Preemption:
-    """From losing the blocks until what was lost is computed again (0: not yet)."""
+    """From losing the blocks until what was lost is computed again (0: not yet). `resumed` is when
+    the recompute began, `usage` the share of the KV cache in use at the start, in millionths."""
 
     start: int
     end: int = 0
+    resumed: int = 0
+    lost_tokens: int = 0
+    usage: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,10 @@ class Sequence:
     left: int = 0
     state: SequenceState = WAITING
     cached: int = 0
-    chunks: int = 0
+    ahead: int = 0
+    ahead_tokens: int = 0
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    """Time, tokens and tokens computed before, of the first EVENTS_KEPT parts of its prefills."""
     to_recompute: int = 0
     runs: list[list[int]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -87,15 +95,23 @@ class EngineView:
     """
 
     def __init__(
-        self, name: str, store: Store, changed: Callable[["EngineView", Sequence], None]
+        self,
+        name: str,
+        store: Store,
+        changed: Callable[["EngineView", Sequence], None],
+        slow: Callable[[Sequence, Histogram, float], None] | None = None,
     ) -> None:
         self.name = name
         self.store = store
         self._changed = changed
+        self._slow = slow
         self.models: list[str] = []
         self.sequences: dict[int, Sequence] = {}
         self.log: npt.NDArray[np.void] = np.zeros(STEPS_KEPT, STEP_COLUMNS)
         self.steps = 0
+        self.longest = 0
+        """The longest prompt among those that run; `changed` says that it must be looked up."""
+        self.changed = False
         self.last_end = 0
         self.level: dict[int, int] = {}
         self.behind: dict[int, int] = {}
@@ -181,6 +197,7 @@ class EngineView:
 
     def _join(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = Sequence(z, columns[0], y, columns[1], x, True, joined=time)
+        sequence.ahead, sequence.ahead_tokens = columns[2], columns[3]
         self.sequences[z] = sequence
         self._changed(self, sequence)
 
@@ -192,7 +209,11 @@ class EngineView:
     def _chunk(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         tokens, before, step, key = columns[:4]
         sequence = self.sequences.get(z) or self._unknown(z, key, y)
-        sequence.chunks += 1
+        if len(sequence.chunks) < EVENTS_KEPT:
+            sequence.chunks.append((time, tokens, before))
+        self.changed = True
+        if x == Entry.RESUMED and sequence.preemptions:
+            sequence.preemptions[-1].resumed = time
         if sequence.state is WAITING:
             sequence.started = time
             sequence.cached = before
@@ -210,15 +231,18 @@ class EngineView:
         if sequence is None:
             return
         self._stop_decoding(sequence)
+        owed = 0
         if sequence.preemptions and not sequence.preemptions[-1].end:
             # Preempted again before all was computed: what was owed then is owed still.
-            sequence.to_recompute = max(sequence.to_recompute, 0) + columns[0]
+            sequence.preemptions[-1].end = time
+            owed = max(sequence.to_recompute, 0)
             for others in self.recomputing.values():
                 if sequence in others:
                     others.remove(sequence)
-        else:
-            sequence.preemptions.append(Preemption(time))
-            sequence.to_recompute = columns[0]
+        self.changed = True
+        loss = Preemption(time, lost_tokens=columns[0], usage=columns[3])
+        sequence.preemptions.append(loss)
+        sequence.to_recompute = owed + columns[0]
         sequence.state = PREEMPTED
 
     def _tokens(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
@@ -231,8 +255,13 @@ class EngineView:
         start, scheduled, update, count, tokens, _, waiting = columns[:7]
         index = self.steps
         self.steps += 1
+        if self.changed:
+            running = (s.prompt for s in self.sequences.values() if s.state in (PREFILL, DECODE))
+            self.longest = max(running, default=0)
+            self.changed = False
         self.log[index % STEPS_KEPT] = (
-            *(start, scheduled, update, time, 0, 0, count, tokens, waiting, x, y),
+            *(start, scheduled, update, time, 0, 0, 0, 0),
+            *(count, tokens, waiting, self.longest, x, y),
         )
         self.sizes(x).observe(count)
         self.stage("schedule", x).observe((scheduled - start) / SECOND)
@@ -297,7 +326,10 @@ class EngineView:
         for cell, count in level.items():
             count -= apart.get(cell, 0)
             if count:
-                self.gaps(cell).observe((time - self.last_end) / SECOND, count)
+                gap = (time - self.last_end) / SECOND
+                self.gaps(cell).observe(gap, count)
+                if gap > SLO.buckets[cell % schema.BUCKETS].token_gap:
+                    self._slow_gap(cell, gap, seen)
         for sequence in beginning:
             if sequence.preemptions and not sequence.preemptions[-1].end:
                 sequence.preemptions[-1].end = time
@@ -306,6 +338,15 @@ class EngineView:
         for sequence in (*beginning, *returning):
             if sequence.counted:
                 level[sequence.cell] = level.get(sequence.cell, 0) + 1
+
+    def _slow_gap(self, cell: int, gap: float, apart: set[int]) -> None:
+        """Name one of the many that waited this long."""
+        if self._slow is None or not self.gaps(cell).wants_exemplar(gap):
+            return
+        for sequence in self.sequences.values():
+            if sequence.cell == cell and sequence.state is DECODE and sequence.number not in apart:
+                self._slow(sequence, self.gaps(cell), gap)
+                return
 
     def _observe(self, sequence: Sequence, gap: int | None, tokens: int) -> None:
         """k tokens at once are one gap and k-1 of zero length; the first token is no gap."""
@@ -331,6 +372,7 @@ class EngineView:
 
     def _leave(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = self.sequences.pop(z, None)
+        self.changed = True
         if sequence is None:
             sequence = Sequence(z, columns[1], 0, 0, 0, False)
         if not self.resync:
@@ -375,6 +417,20 @@ class EngineView:
         steps = steps[steps > self.steps - STEPS_KEPT]
         ends: npt.NDArray[np.int64] = self.log["end"][steps % STEPS_KEPT]
         return ends
+
+    def steps_between(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """The steps that ended after `start` and not after `end`, as far as the log goes back."""
+        newest = self.steps % STEPS_KEPT
+        parts = [self.log[:newest]]
+        if self.steps > STEPS_KEPT:
+            parts.insert(0, self.log[newest:])
+        found = []
+        for part in parts:
+            ends = part["end"]
+            found.append(
+                part[np.searchsorted(ends, start, "right") : np.searchsorted(ends, end, "right")]
+            )
+        return np.concatenate(found)
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
         """The front end decided how many tokens of a sequence count: book them now."""
@@ -434,12 +490,12 @@ class EngineView:
     # Workers
 
     def _forward(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
-        self.forwards.append([columns[0], time, columns[1], columns[2], 0])
+        self.forwards.append([columns[0], time, columns[1], columns[2], 0, 0])
         self.match()
 
     def _sample(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         if self.forwards and not self.forwards[-1][4]:
-            self.forwards[-1][4] = time - columns[0]
+            self.forwards[-1][4:] = time - columns[0], columns[0]
 
     def match(self) -> None:
         """Bring the worker's calls together with the engine's steps, both in order.
@@ -447,7 +503,7 @@ class EngineView:
         A call belongs to the first step of the same size that was scheduled before it."""
         while self.unmatched and self.forwards:
             index, count, tokens = self.unmatched[0]
-            start, end, worker_count, worker_tokens, sampling = self.forwards[0]
+            start, end, worker_count, worker_tokens, sampling, sampling_start = self.forwards[0]
             step = self.log[index % STEPS_KEPT]
             if start < step["start"]:
                 self.forwards.popleft()  # its step failed, or was lost
@@ -458,7 +514,8 @@ class EngineView:
             else:
                 self.unmatched.popleft()
                 self.forwards.popleft()
-                step["forward"], step["sampling"] = end - start, sampling
+                step["forward_start"], step["forward"] = start, end - start
+                step["sampling_start"], step["sampling"] = sampling_start, sampling
                 kind = int(step["kind"])
                 self.stage("forward", kind).observe((end - start) / SECOND)
                 if sampling:

@@ -1,33 +1,54 @@
 """The figures that the agent itself keeps: histograms and counters by label values."""
 
+import time
 from bisect import bisect_left
 from itertools import product
 
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from llmobs.metrics import BY_NAME, Metric
+
+EXEMPLAR_SECONDS = 15.0
+"""At most one exemplar per bucket in this time: each keeps a trace that might not be kept else."""
 
 
 class Histogram:
     """Counts per bucket (the last is +Inf) and the sum, in the metric's unit."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+
+    def wants_exemplar(self, value: float) -> bool:
+        """Whether the value's bucket has had none for a while."""
+        last = self.exemplars.get(bisect_left(self.bounds, value))
+        return last is None or time.time() - float(last.timestamp or 0) >= EXEMPLAR_SECONDS
+
+    def set_exemplar(self, value: float, trace: int, span: int) -> None:
+        """Let the value's bucket lead to a trace."""
+        labels = {"trace_id": f"{trace:032x}", "span_id": f"{span:016x}"}
+        self.exemplars[bisect_left(self.bounds, value)] = Exemplar(labels, value, time.time())
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(le, count) pairs as Prometheus writes them: OpenMetrics wants 1024.0, not 1024."""
-        total, pairs = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+    def cumulative(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+        """(le, count) pairs as Prometheus writes them (OpenMetrics wants 1024.0, not 1024), with
+        the bucket's exemplar where it has one."""
+        total = 0
+        pairs: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for place, count in enumerate(self.counts):
             total += count
-            pairs.append((floatToGoString(bound), float(total)))
+            bound = self.bounds[place] if place < len(self.bounds) else float("inf")
+            le: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            exemplar = self.exemplars.get(place)
+            pairs.append((le, float(total), exemplar) if exemplar else (le, float(total)))
         return pairs
 
 

@@ -1,0 +1,261 @@
+"""The spans of one request, as plain data: names, times, attributes, events (docs/traces.md)."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmobs.agent.request import Request, Segment, chosen_sequence, first_token, segments_of
+from llmobs.agent.steps import EVENTS_KEPT, SECOND, EngineView, Sequence
+from llmobs.schema import BatchKind, Flag, Outcome, Route, Wait
+from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
+
+SLOWEST_STEPS = 1
+SLOWEST_STEPS_OF_MISSED = 3
+"""How many of the slowest decode steps are spans of their own: an ordinary request stays within 12
+spans, one whose longest gap missed its target tells more."""
+
+OPERATIONS = {
+    Route.CHAT: "chat",
+    Route.RESPONSES: "chat",
+    Route.MESSAGES: "chat",
+    Route.COMPLETION: "text_completion",
+    Route.POOLING: "embeddings",
+}
+"""gen_ai.operation.name, of OpenTelemetry's semantic conventions for generative AI."""
+
+Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
+Event = tuple[str, int, Attributes]
+
+
+@dataclass(slots=True)
+class Span:
+    """Times in nanoseconds since the epoch."""
+
+    name: str
+    start: int
+    end: int
+    attributes: Attributes = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    children: list["Span"] = field(default_factory=list)
+    error: str = ""
+
+    def __len__(self) -> int:
+        """How many spans there are, this one and all below."""
+        return 1 + sum(map(len, self.children))
+
+
+def span_tree(request: Request, model: str, reasons: tuple[str, ...]) -> Span:
+    """The tree of a request that ended; `reasons` say why it was kept."""
+    return _Tree(request, model, reasons).root()
+
+
+class _Tree:
+    def __init__(self, request: Request, model: str, reasons: tuple[str, ...]) -> None:
+        self.request = request
+        self.model = model
+        self.reasons = reasons
+        self.shift = request.wall - request.wall_at
+        chosen = chosen_sequence(request)
+        self.start: Sequence | None = chosen[1] if chosen else None
+        self.sequence: Sequence | None = chosen[2] if chosen else None
+        engines = [a.engine for a in request.admissions.values() if a.engine is not None]
+        self.engine: EngineView | None = engines[0] if engines else None
+        for admission in request.admissions.values():
+            if admission.sequence is self.sequence and admission.engine is not None:
+                self.engine = admission.engine
+
+    def wall(self, time: int) -> int:
+        return time + self.shift
+
+    def span(self, name: str, start: int, end: int, **attributes: Any) -> Span:
+        chosen = {k.replace("__", "."): v for k, v in attributes.items() if v is not None}
+        return Span(name, self.wall(start), self.wall(end), chosen)
+
+    def root(self) -> Span:
+        request = self.request
+        root = Span("llm.request", self.wall(request.arrival), self.wall(request.end))
+        root.attributes = self._attributes()
+        if request.outcome is Outcome.ERROR or (
+            request.outcome is Outcome.REJECTED and request.status >= 500
+        ):
+            root.error = f"{request.outcome.name.lower()} {request.status or ''}".strip()
+        root.children = [self._segment(segment) for segment in segments_of(request)]
+        return root
+
+    def _attributes(self) -> Attributes:
+        request = self.request
+        known = request.bucket < len(BUCKET_NAMES)
+        first = first_token(request)
+        sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
+        gaps = [s.longest_gap / SECOND for s in sequences if s.first]
+        outcome = request.outcome.name.lower()
+        attributes: Attributes = {
+            "gen_ai.operation.name": OPERATIONS.get(Route(request.route), "text_completion"),
+            "gen_ai.provider.name": "vllm",
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.model": self.model,
+            "llm.context_bucket": BUCKET_NAMES[request.bucket] if known else UNKNOWN,
+            "llm.outcome": outcome,
+            "llm.kept_because": self.reasons,
+        }
+        if request.admissions:
+            attributes["gen_ai.usage.input_tokens"] = sum(
+                a.prompt for a in request.admissions.values()
+            )
+            attributes["gen_ai.usage.output_tokens"] = request.tokens
+            attributes["llm.sequences"] = len(request.admissions)
+            limits = [a.max_tokens for a in request.admissions.values() if a.max_tokens]
+            if limits:
+                attributes["gen_ai.request.max_tokens"] = max(limits)
+            if request.outcome in (Outcome.STOP, Outcome.LENGTH):
+                attributes["gen_ai.response.finish_reasons"] = (outcome,)
+        if request.status:
+            attributes["http.response.status_code"] = request.status
+        if known:
+            target = SLO.buckets[request.bucket]
+            attributes["llm.first_token.target"] = target.first_token
+            attributes["llm.token_gap.target"] = target.token_gap
+            attributes["llm.missed"] = request.missed
+        if first:
+            ttft = (first - request.arrival) / SECOND
+            attributes["gen_ai.server.time_to_first_token"] = ttft
+            engine_first = min((s.first for s in sequences if s.first), default=0)
+            if engine_first:
+                attributes["llm.first_token.engine"] = (engine_first - request.arrival) / SECOND
+        if gaps:
+            attributes["llm.token_gap.longest"] = max(gaps)
+        if request.trace.parent and not request.trace.sampled:
+            # Whoever owns the parent did not export it: this trace has no beginning elsewhere.
+            attributes["llm.parent_sampled"] = False
+        return attributes
+
+    # One span per segment
+
+    def _segment(self, segment: Segment) -> Span:
+        make = getattr(self, f"_{segment.phase}")
+        span: Span = make(segment)
+        return span
+
+    def _preprocess(self, segment: Segment) -> Span:
+        return self.span("llm.preprocess", segment.start, segment.end)
+
+    def _deliver(self, segment: Segment) -> Span:
+        return self.span("llm.deliver", segment.start, segment.end)
+
+    def _queue(self, segment: Segment) -> Span:
+        span = self.span("llm.queue", segment.start, segment.end)
+        if self.start is not None and self.start.joined:
+            span.attributes["llm.queue.ahead"] = self.start.ahead
+            span.attributes["llm.queue.ahead_tokens"] = self.start.ahead_tokens
+            span.attributes["llm.queue.reason"] = self._queue_reason(segment)
+        return span
+
+    def _queue_reason(self, segment: Segment) -> str:
+        """What it waited for longest."""
+        assert self.start is not None
+        waits: Counter[str] = Counter({"hand_over": self.start.joined - segment.start})
+        if self.engine is not None:
+            since = self.start.joined
+            for step in self.engine.steps_between(since, segment.end):
+                # What a step left waiting it left for its own reason until the next began.
+                waits[Wait(int(step["wait"])).name.lower()] += int(step["end"]) - since
+                since = int(step["end"])
+            waits["engine_busy"] += segment.end - since
+        return max(waits, key=lambda reason: waits[reason])
+
+    def _prefill(self, segment: Segment) -> Span:
+        span = self.span("llm.prefill", segment.start, segment.end)
+        sequence = self.start
+        if sequence is None:
+            return span
+        span.attributes["llm.tokens.cached"] = sequence.cached
+        span.attributes["llm.tokens.computed"] = max(sequence.prompt - sequence.cached, 0)
+        span.events = self._chunks(sequence, segment)
+        if self.engine is not None and sequence.first and segment.end >= sequence.first:
+            steps = self.engine.steps_between(sequence.first - 1, sequence.first)
+            span.children = [s for step in steps[-1:] if (s := self._sampling(step, segment))]
+        return span
+
+    def _chunks(self, sequence: Sequence, segment: Segment) -> list[Event]:
+        events: list[Event] = []
+        for time, tokens, before in sequence.chunks:
+            if segment.start <= time < segment.end:
+                about: Attributes = {"llm.tokens.computed": tokens, "llm.tokens.before": before}
+                events.append(("llm.prefill.chunk", self.wall(time), about))
+        return events[:EVENTS_KEPT]
+
+    def _preempted(self, segment: Segment) -> Span:
+        span = self.span("llm.preempted", segment.start, segment.end)
+        loss = segment.loss
+        if loss is None:
+            return span
+        span.attributes["llm.tokens.lost"] = loss.lost_tokens
+        span.attributes["llm.kv.usage"] = loss.usage / 1e6
+        if loss.resumed and segment.start <= loss.resumed < segment.end:
+            recompute = self.span("llm.prefill", loss.resumed, segment.end, llm__recompute=True)
+            if self.sequence is not None:
+                recompute.events = self._chunks(
+                    self.sequence, Segment("preempted", loss.resumed, segment.end)
+                )
+            span.children = [recompute]
+        return span
+
+    def _decode(self, segment: Segment) -> Span:
+        span = self.span("llm.decode", segment.start, segment.end)
+        if self.engine is None or self.sequence is None:
+            return span
+        steps = self.engine.steps_between(segment.start, segment.end)
+        if not len(steps):
+            return span
+        gaps = np.diff(steps["end"], prepend=segment.start)
+        span.attributes |= {
+            "llm.steps": len(steps),
+            "llm.token_gap.longest": float(gaps.max()) / SECOND,
+            "llm.schedule.seconds": float((steps["scheduled"] - steps["start"]).sum()) / SECOND,
+            "llm.forward.seconds": float(steps["forward"].sum()) / SECOND,
+            "llm.sampling.seconds": float(steps["sampling"].sum()) / SECOND,
+        }
+        count = SLOWEST_STEPS_OF_MISSED if "token_gap" in self.reasons else SLOWEST_STEPS
+        slowest = sorted(np.argsort(gaps)[-count:].tolist())
+        span.children = [self._step(steps[index], gaps[index], segment) for index in slowest]
+        return span
+
+    def _step(self, step: npt.NDArray[np.void], gap: Any, segment: Segment) -> Span:
+        start, end = max(int(step["start"]), segment.start), min(int(step["end"]), segment.end)
+        span = self.span(
+            "llm.decode.step",
+            min(start, end),
+            end,
+            llm__batch__size=int(step["sequences"]),
+            llm__batch__kind=BatchKind(int(step["kind"])).name.lower(),
+            llm__batch__tokens=int(step["tokens"]),
+            llm__batch__longest_context=int(step["longest"]),
+            llm__waiting=int(step["waiting"]),
+            llm__token_gap=float(gap) / SECOND,
+        )
+        if step["forward"]:
+            begin = int(step["forward_start"])
+            span.children.append(
+                self.span("llm.forward", begin, begin + int(step["forward"]), llm__clock="host")
+            )
+        sampling = self._sampling(step, segment)
+        if sampling is not None:
+            span.children.append(sampling)
+        return span
+
+    def _sampling(self, step: Any, segment: Segment) -> Span | None:
+        if not step["sampling"]:
+            return None
+        begin = int(step["sampling_start"])
+        end = min(begin + int(step["sampling"]), segment.end)
+        if begin >= end:
+            return None
+        return self.span("llm.sampling", begin, end, llm__clock="host")
+
+
+def is_pooling(request: Request) -> bool:
+    """Whether no tokens were to be generated."""
+    return any(a.flags & Flag.POOLING for a in request.admissions.values())

@@ -1,0 +1,197 @@
+"""The agent's life: from the first ring to a little after the last process of the server."""
+
+import contextlib
+import logging
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from llmobs.agent.collect import RunCollector
+from llmobs.agent.owner import owner_of
+from llmobs.agent.page import serve
+from llmobs.agent.run import Run
+from llmobs.agent.state import State, write_json
+from llmobs.agent.traces import Traces
+from llmobs.ring import start_ticks
+from llmobs.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from llmobs.agent.otlp_metrics import OtlpMetrics
+
+POLL_SECONDS = 0.1
+LINGER_SECONDS = 1.0
+"""How long the page still stands after the last process of the server ended."""
+NOBODY_SECONDS = 60.0
+"""How long to wait for a first ring."""
+RUNS_KEPT = 3
+"""Run folders of dead servers that are left for a post-mortem."""
+
+log = logging.getLogger("llmobs.agent")
+
+
+def watch(folder: Path, stay: bool = False) -> int:
+    """Tail the rings and serve the page. The lock is held by the caller."""
+    settings = read_settings()
+    stop = threading.Event()
+
+    def ended(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGINT, ended)
+
+    run = Run(folder)
+    state = State(folder)
+    run.requests.traces = start_traces(settings, run.lock, state.say)
+    run.restarts = _count_start(folder)
+    if run.restarts:
+        run.skip_to_newest()
+    run.poll()
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run))
+    if settings.page:
+        publish(run, state, registry, settings.host, settings.port)
+    metrics = start_metrics(settings, run, state.say)
+    if not stay:
+        prune(folder)
+
+    began = time.monotonic()
+    gone_since: float | None = None
+    while not stop.is_set():
+        try:
+            busy = run.poll()
+        except Exception:
+            log.exception("reading failed")
+            busy = 0
+        now = time.monotonic()
+        if stay:
+            pass
+        elif run.sources and not run.alive():
+            gone_since = gone_since or now
+            if now - gone_since > LINGER_SECONDS:
+                break
+        else:
+            gone_since = None
+            if not folder.exists() or (not run.sources and now - began > NOBODY_SECONDS):
+                break
+        stop.wait(POLL_SECONDS if busy < 4096 else 0.001)
+    if metrics is not None:
+        metrics.close()
+    if run.requests.traces is not None:
+        run.requests.traces.close()
+    with contextlib.suppress(OSError):
+        target_file(folder).unlink(missing_ok=True)
+    return 0
+
+
+def start_traces(
+    settings: Settings, lock: threading.Lock, say: Callable[[str], None]
+) -> Traces | None:
+    """The traces, where the settings want some and the packages are there."""
+    if settings.trace_share is None or settings.traces_exporter == "none":
+        return None
+    try:
+        from llmobs.agent.otlp import OtlpSink
+
+        sink = OtlpSink(settings.traces_exporter, say)
+    except ImportError as error:
+        say(f"llmobs: no traces, {error.name} is not installed: pip install 'llmobs[otel]'")
+        return None
+    except ValueError as error:
+        say(f"llmobs: no traces, {error}")
+        return None
+    traces = Traces(settings.trace_share, lock, sink)
+    traces.start()
+    return traces
+
+
+def start_metrics(settings: Settings, run: Run, say: Callable[[str], None]) -> "OtlpMetrics | None":
+    """Metrics over OTLP, where OTEL_METRICS_EXPORTER asks for them."""
+    if not settings.metrics_otlp:
+        return None
+    try:
+        from llmobs.agent.otlp_metrics import OtlpMetrics
+
+        metrics = OtlpMetrics(run, say)
+    except ImportError as error:
+        say(f"llmobs: no OTLP metrics, {error.name} is not installed: pip install 'llmobs[otel]'")
+        return None
+    except ValueError as error:
+        say(f"llmobs: no OTLP metrics, {error}")
+        return None
+    metrics.start()
+    return metrics
+
+
+def _count_start(folder: Path) -> int:
+    """How often an agent ran here before."""
+    path = folder / "agent.starts"
+    try:
+        before = int(path.read_text())
+    except (OSError, ValueError):
+        before = 0
+    with contextlib.suppress(OSError):
+        path.write_text(str(before + 1))
+    return before
+
+
+def publish(run: Run, state: State, registry: CollectorRegistry, host: str, port: int) -> None:
+    """Open the page and say where it is: in the state file, and for Prometheus' file_sd."""
+    held_by = owner_of(port)
+    family = {source.reader.pid for source in run.sources.values()}
+    roots = (str(source.info.get("server")).partition("-")[0] for source in run.sources.values())
+    family |= {int(root) for root in roots if root.isdigit()}
+    ours = held_by is not None and held_by.pid in family
+    try:
+        # In a port of the server's own process OpenTelemetry's Prometheus exporter serves our
+        # families too (see proxy.py): our own page is for it alone then.
+        address, bound = serve(run, registry, "127.0.0.1" if ours else host, 0 if ours else port)
+    except OSError as error:
+        state.say(f"llmobs: no metrics page: {error}")
+        return
+    shown = "localhost" if address in ("127.0.0.1", "::1") else address
+    public = port if ours else bound
+    notice = f"llmobs: metrics on http://{shown}:{public}/metrics"
+    if ours:
+        notice += ", with OpenTelemetry's own"
+    elif bound != port:
+        who = f" by {held_by.name} (pid {held_by.pid})" if held_by else ""
+        notice += (
+            f"; port {port} is taken{who}, set OTEL_EXPORTER_PROMETHEUS_PORT to choose another"
+        )
+    page = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+    state.update(page=page, joined=ours)
+    state.say(notice)
+    target = [{"targets": [f"{shown}:{public}"], "labels": {"run": run.folder.name}}]
+    with contextlib.suppress(OSError):
+        target_file(run.folder).parent.mkdir(mode=0o700, exist_ok=True)
+        write_json(target_file(run.folder), target)
+
+
+def target_file(folder: Path) -> Path:
+    """This server's entry in the folder that Prometheus' file_sd may watch."""
+    return folder.parent / "file_sd" / f"{folder.name}.json"
+
+
+def prune(folder: Path) -> None:
+    """Remove the run folders of all but the last few dead servers."""
+    dead = []
+    for other in folder.parent.iterdir():
+        pid, _, ticks = other.name.partition("-")
+        if other == folder or not (pid.isdigit() and ticks.isdigit() and other.is_dir()):
+            continue
+        rings = list(other.glob("*.ring"))
+        names = [path.stem.split("-")[-2:] for path in rings] + [[pid, ticks]]
+        if not any(start_ticks(int(p)) == int(t) for p, t in names):
+            dead.append((max((r.stat().st_mtime for r in rings), default=0.0), other))
+    for _, other in sorted(dead)[:-RUNS_KEPT]:
+        shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            target_file(other).unlink(missing_ok=True)
