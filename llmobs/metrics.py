@@ -31,7 +31,7 @@ TOKENS = ("first", "next")
 OBJECTIVES = ("first_token", "token_gap")
 RESULTS = ("good", "bad", "excluded")
 STAGES = ("schedule", "forward", "sampling", "update")
-DROP_REASONS = ("rate", "queue", "export")
+DROP_REASONS = ("queue_full", "export_failed", "shutdown")
 HAND_OVER = "hand_over"
 """The reason of a wait between front end and engine core. It alone is kept by the agent, so it is
 a series of its own: one sum of a total and an agent's figure would fall back when the agent is
@@ -267,7 +267,8 @@ METRICS = (
     Metric(
         "llmobs_spans_dropped_total",
         _C,
-        "Spans that were not exported, by reason.",
+        "Spans of kept requests that did not arrive, by reason: `queue_full` (more than 50 a "
+        "second, or a collector in trouble; the fastest give way), `export_failed`, `shutdown`.",
         {**MODEL, "reason": DROP_REASONS},
         _A,
     ),

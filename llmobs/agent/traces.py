@@ -10,6 +10,7 @@ from typing import Protocol
 
 from llmobs.agent.request import Request
 from llmobs.agent.spans import Span, span_tree
+from llmobs.metrics import DROP_REASONS
 
 REQUESTS_PER_SECOND = 50.0
 QUEUE_LIMIT = 1000
@@ -50,7 +51,7 @@ class Traces:
         self.share = share
         self.lock = lock
         self.sink = sink
-        self.dropped = {"rate": 0, "queue": 0, "export": 0}
+        self.dropped = dict.fromkeys(DROP_REASONS, 0)
         self.exported = 0
         self._settling: deque[tuple[float, Request, str, dict[str, str], tuple[str, ...]]] = deque()
         self._heap: list[Kept] = []
@@ -82,7 +83,7 @@ class Traces:
             kept = Kept((request.pinned, seconds, next(self._count)), tree, request, resource)
             heapq.heappush(self._heap, kept)
             if len(self._heap) > QUEUE_LIMIT:
-                self.dropped["rate"] += len(heapq.heappop(self._heap).tree)
+                self.dropped["queue_full"] += len(heapq.heappop(self._heap).tree)
 
     def _take(self, most: int) -> list[Kept]:
         """The slowest of what waits."""
@@ -120,7 +121,7 @@ class Traces:
             if arrived:
                 self.exported += spans
             else:
-                self.dropped["export"] += spans
+                self.dropped["export_failed"] += spans
 
     def close(self) -> None:
         """The server is gone: export what waits, as far as the time goes; the rest is counted."""
@@ -132,7 +133,7 @@ class Traces:
         last.join(max(end - time.monotonic(), 0.1))
         with self.lock:
             for kept in self._heap:
-                self.dropped["queue"] += len(kept.tree)
+                self.dropped["shutdown"] += len(kept.tree)
             self._heap.clear()
 
     def _drain(self, end: float) -> None:
