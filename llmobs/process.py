@@ -15,7 +15,7 @@ from llmobs import __version__, schema
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
 from llmobs.ring import SUFFIX, Writer, start_ticks
-from llmobs.settings import SERVER_RUN, Settings, read_settings
+from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, Settings, read_settings
 
 log = logging.getLogger("llmobs")
 
@@ -139,6 +139,8 @@ def mark_server() -> None:
         settings = current().settings
         folder = settings.run_base / f"{pid}-{start_ticks(pid)}"
         os.environ[SERVER_RUN] = str(folder)
+        mine = {k: v for k, v in os.environ.items() if k.startswith(("OTEL_", "LLMOBS_"))}
+        os.environ[SERVER_ENVIRON] = json.dumps(mine)
         join_exporter(settings.agent or folder, settings.port)
 
 
@@ -159,7 +161,11 @@ def agent_runs(folder: Path) -> bool:
 
 def spawn_agent(folder: Path) -> None:
     """Start an agent that belongs to nobody: vLLM kills all its descendants when it ends."""
+    mine = json.loads(os.environ.get(SERVER_ENVIRON, "null"))
     environ = dict(os.environ)
+    if isinstance(mine, dict):
+        environ = {k: v for k, v in environ.items() if not k.startswith(("OTEL_", "LLMOBS_"))}
+        environ |= mine
     # The agent must not instrument itself.
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [p for p in paths if p and "auto_instrumentation" not in p]

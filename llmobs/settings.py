@@ -13,6 +13,9 @@ log = logging.getLogger("llmobs")
 MIB = 1024 * 1024
 SERVER_RUN = "_LLMOBS_SERVER_RUN"
 """Set by the first process of a server for those it starts: they share one run folder."""
+SERVER_ENVIRON = "_LLMOBS_SERVER_ENVIRON"
+"""Set with it: the user's own OTEL_ and LLMOBS_ variables. vLLM changes some for its children (its
+--otlp-traces-endpoint becomes OpenTelemetry's), and the agent must go by what the user said."""
 
 SLO_SHARE = 0.01
 """Of the requests that met their targets, so many traces are kept."""
