@@ -1,7 +1,8 @@
 """The main job, from nothing: a real vLLM observed, and told where its P99 went.
 
 Makes a tiny model, serves it under `opentelemetry-instrument python server.py`, sends short chats
-and a burst of long documents, shows the metrics page and ends with `llmobs diagnose`.
+and a burst of long documents, shows the metrics page and the trace of the slowest chat, and ends
+with `llmobs diagnose`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from demo import traffic
 from demo.model import make_model
+from demo.receiver import Receiver, lines
 from demo.vllm_server import ROOT, SCRIPT, VllmServer
 from llmobs.diagnose.source import SourceError, local_page
 from llmobs.settings import read_settings
@@ -31,8 +33,11 @@ SHOWN = (
 )
 ENVIRONMENT = {
     "OTEL_METRICS_EXPORTER": "prometheus",
-    "OTEL_TRACES_EXPORTER": "none",  # no collector here
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
     "OTEL_LOGS_EXPORTER": "none",
+    # It would add a span per streamed chunk.
+    "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "fastapi",
 }
 
 
@@ -54,8 +59,11 @@ def main() -> int:
     command = [str(BIN / "opentelemetry-instrument")]
     log = FOLDER / "server.log"
     port = 8000 if _free(8000) else None
-    server = VllmServer(model, log, env=ENVIRONMENT, prefix=command, entry=SCRIPT, port=port)
+    receiver = Receiver()
+    environment = ENVIRONMENT | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.http_url}
+    server = VllmServer(model, log, env=environment, prefix=command, entry=SCRIPT, port=port)
     say("opentelemetry-instrument python server.py   (vLLM on the CPU: 20 to 75 s)")
+    receiver.__enter__()
     server.start()
     try:
         print(f"up after {server.startup_s:.0f} s on {server.url}, its log is {log}")
@@ -74,6 +82,9 @@ def main() -> int:
         say(f"curl {metrics}   (a few lines of it)")
         _show_metrics(metrics, page)
 
+        say("The slowest chat's trace, as a collector gets it over OTLP")
+        _show_trace(receiver)
+
         say("llmobs diagnose")
         sys.stdout.flush()
         found = subprocess.run([BIN / "llmobs", "diagnose", "--endpoint", page], check=False)
@@ -85,6 +96,22 @@ def main() -> int:
             server.stop()
     failed = sum(count for status, count in statuses.items() if status != 200)
     return int(failed > 0 or found.returncode == 2)
+
+
+def _show_trace(receiver: Receiver) -> None:
+    time.sleep(2)  # the last requests are on their way
+    roots = [
+        span
+        for spans in receiver.traces().values()
+        for span in spans
+        if span.name == "llm.request" and span.attributes.get("llm.context_bucket") == "0-1k"
+    ]
+    if not roots:
+        print("none: all chats met their targets, and 1% of those are kept")
+        return
+    root = max(roots, key=lambda span: span.attributes.get("gen_ai.server.time_to_first_token", 0))
+    print(f"trace {root.trace}, kept because of {', '.join(root.attributes['llm.kept_because'])}")
+    print(*lines(root), sep="\n")
 
 
 def _free(port: int) -> bool:

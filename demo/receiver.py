@@ -201,6 +201,7 @@ SHOWN = (
     "llm.missed",
     "llm.queue.reason",
     "llm.queue.ahead",
+    "llm.queue.ahead_tokens",
     "llm.tokens.cached",
     "llm.tokens.computed",
     "llm.steps",
