@@ -171,7 +171,7 @@ def spawn_agent(folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            process_group=0,
             cwd="/",
         )
     starter.wait()  # it forks at once and ends, so that nobody has to reap the agent
@@ -184,6 +184,9 @@ def _watch(process: Process, folder: Path) -> None:
     speaker = process.roles[0] == "api_server"
     while process is current() and process.ring is not None:
         try:
+            if not folder.exists():
+                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+                return
             if not agent_runs(folder):
                 started = stamp.stat().st_mtime if stamp.exists() else 0.0
                 if abs(time.time() - started) > SPAWN_GRACE_SECONDS:
@@ -192,9 +195,7 @@ def _watch(process: Process, folder: Path) -> None:
             if speaker:
                 said = _say(folder, said)
         except FileNotFoundError:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
-                return
+            pass  # removed at this very moment, see above
         except Exception:
             GUARD.failed("watch")
         time.sleep(WATCH_SECONDS)
@@ -204,7 +205,7 @@ def _say(folder: Path, said: str) -> str:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notice = str(json.loads((folder / AGENT_STATE).read_text())["notice"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return said
     if notice != said:
         log.warning("%s", notice)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -36,7 +37,10 @@ def detach() -> None:
     """Become nobody's child, so that the server's recursive kill at its end misses us."""
     if os.fork():
         os._exit(0)
-    os.setsid()
+    # A process group of its own, so that the terminal's signals miss us, but no session: under
+    # Linux's autogroups a session is also a scheduling group, and on 2 busy cores the page then
+    # took up to 11 s (seen on Linux 6.18), just when it is wanted.
+    os.setpgid(0, 0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,21 +197,35 @@ def _write(path: Path, content: object) -> None:
 
 def prune(folder: Path) -> None:
     """Remove the run folders of all but the last few dead servers."""
-    from llmobs.ring import start_ticks
-
-    dead = []
-    for other in folder.parent.iterdir():
-        pid, _, ticks = other.name.partition("-")
-        if other == folder or not (pid.isdigit() and ticks.isdigit() and other.is_dir()):
-            continue
-        rings = list(other.glob("*.ring"))
-        names = [path.stem.split("-")[-2:] for path in rings] + [[pid, ticks]]
-        if not any(start_ticks(int(p)) == int(t) for p, t in names):
-            dead.append((max((r.stat().st_mtime for r in rings), default=0.0), other))
+    try:
+        others = [other for other in folder.parent.iterdir() if other != folder]
+    except OSError:
+        return
+    dead = [(when, other) for other in others if (when := _died(other)) is not None]
     for _, other in sorted(dead)[:-RUNS_KEPT]:
         shutil.rmtree(other, ignore_errors=True)
         with contextlib.suppress(OSError):
             target_file(other).unlink(missing_ok=True)
+
+
+def _died(folder: Path) -> float | None:
+    """When a ring of a dead server's run folder was last written; None if it is no run folder, or
+    its server lives."""
+    from llmobs.process import agent_runs
+    from llmobs.ring import start_ticks
+
+    rings = [path.stem.split("-")[-2:] for path in folder.glob("*.ring")]
+    names = [name for name in (folder.name.split("-"), *rings) if len(name) == 2]
+    processes = [(p, t) for p, t in names if p.isdecimal() and t.isdecimal()]
+    if not rings or not re.fullmatch("[0-9]+-[0-9]+", folder.name):
+        return None
+    # In a container that shares /dev/shm the pids are others, but a lock is a lock.
+    if any(start_ticks(int(p)) == int(t) for p, t in processes) or agent_runs(folder):
+        return None
+    try:
+        return max(path.stat().st_mtime for path in folder.glob("*.ring"))
+    except (OSError, ValueError):
+        return None  # another agent was faster
 
 
 if __name__ == "__main__":

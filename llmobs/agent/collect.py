@@ -74,7 +74,7 @@ class RunCollector(Collector):
         if metric.name in FROM_TOTALS:
             total, scale = FROM_TOTALS[metric.name]
             self._totals(samples, metric, total, scale)
-        elif metric.name not in self.run.store.counters:
+        elif metric.name in OWN:
             samples = OWN[metric.name](self.run)
         return samples
 

@@ -434,8 +434,8 @@ class EngineView:
     # Workers
 
     def _forward(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.match()  # what came before has its sampling by now
         self.forwards.append([columns[0], time, columns[1], columns[2], 0])
-        self.match()
 
     def _sample(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         if self.forwards and not self.forwards[-1][4]:

@@ -3,8 +3,6 @@
 from bisect import bisect_left
 from itertools import product
 
-from prometheus_client.utils import floatToGoString
-
 from llmobs.metrics import BY_NAME, Metric
 
 
@@ -25,9 +23,10 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """(le, count) pairs as Prometheus writes them: OpenMetrics wants 1024.0, not 1024."""
         total, pairs = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        bounds = (*(str(float(bound)) for bound in self.bounds), "+Inf")
+        for bound, count in zip(bounds, self.counts, strict=True):
             total += count
-            pairs.append((floatToGoString(bound), float(total)))
+            pairs.append((bound, float(total)))
         return pairs
 
 
