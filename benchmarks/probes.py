@@ -1,7 +1,8 @@
 """What the engine's probes cost per step, inside the process: with probes and bare, in turn.
 
-A stand-in for vLLM's scheduler yields one output per running request, as vLLM's does; the same steps
-run with the real probes around it and without, alternating, and the medians of many rounds are told.
+A stand-in for vLLM's scheduler yields one output per running request, as vLLM's does; the same
+steps run with the real probes around it and without, alternating, and the medians of many rounds
+are told.
 """
 
 import statistics

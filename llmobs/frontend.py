@@ -7,6 +7,7 @@ import contextvars
 import hashlib
 import itertools
 import random
+import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -46,6 +47,10 @@ ROUTES = {
 }
 """vLLM's inference routes. A request by another route (a user's own app) counts from the moment it
 hands something to the engine."""
+
+TRACEPARENT = re.compile(
+    rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL
+)
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -266,14 +271,12 @@ def _put_arrival(ring: Any, edge: Edge, headers: Any) -> None:
 def parse_traceparent(value: bytes) -> tuple[int, int, int]:
     """Trace id, parent span id, flags (bit 0 sampled, bit 8 present); zeros if it is malformed
     (W3C Trace Context, section 3.2)."""
-    parts = value.strip().split(b"-")
-    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2]:
+    match = TRACEPARENT.fullmatch(value.strip())
+    if match is None:
         return 0, 0, 0
-    try:
-        version, trace, span, flags = (int(part, 16) for part in parts[:4])
-    except ValueError:
-        return 0, 0, 0
-    if version == 255 or not trace or not span:
+    trace, span, flags = (int(part, 16) for part in match.group(2, 3, 4))
+    # More than these four parts only in versions to come, and version 255 is none.
+    if match[1] == b"ff" or (match[1] == b"00" and match[5]) or not trace or not span:
         return 0, 0, 0
     return trace, span, flags & 1 | 256
 
@@ -594,18 +597,7 @@ def _maybe_end(ring: Any, edge: Edge) -> None:
         return
     outcome = _outcome(edge)
     bucket = edge.bucket if edge.bucket >= 0 else UNKNOWN_BUCKET
-    cells = ring.cells
-    if edge.bucket < 0:
-        cells[schema.model_cell("received", edge.model) + bucket] += 1
-    position = bucket * len(Outcome) + outcome
-    cells[schema.model_cell("ended", edge.model) + position] += 1
-    cells[schema.model_cell("ended_ns", edge.model) + position] += edge.end - edge.arrival
-    if outcome is Outcome.REJECTED:
-        code = str(edge.refused or edge.status or 500)
-        codes = schema.REJECTION_CODES
-        index = codes.index(code) if code in codes else len(codes) - 1
-        cells[schema.model_cell("rejections", edge.model) + index] += 1
-    cells[schema.PROCESS_CELL["edges_ended"]] += 1
+    # The record before the totals: the agent takes an end that it has not seen for a lost one.
     ring.put(
         Kind.END,
         edge.end,
@@ -618,6 +610,18 @@ def _maybe_end(ring: Any, edge: Edge) -> None:
         int(edge.streamed),
         edge.model,
     )
+    cells = ring.cells
+    if edge.bucket < 0:
+        cells[schema.model_cell("received", edge.model) + bucket] += 1
+    position = bucket * len(Outcome) + outcome
+    cells[schema.model_cell("ended", edge.model) + position] += 1
+    cells[schema.model_cell("ended_ns", edge.model) + position] += edge.end - edge.arrival
+    if outcome is Outcome.REJECTED:
+        code = str(edge.refused or edge.status or 500)
+        codes = schema.REJECTION_CODES
+        index = codes.index(code) if code in codes else len(codes) - 1
+        cells[schema.model_cell("rejections", edge.model) + index] += 1
+    cells[schema.PROCESS_CELL["edges_ended"]] += 1
 
 
 def _outcome(edge: Edge) -> Outcome:

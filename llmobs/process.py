@@ -180,7 +180,7 @@ def spawn_agent(folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            process_group=0,
             cwd="/",
         )
     starter.wait()  # it forks at once and ends, so that nobody has to reap the agent
@@ -193,6 +193,9 @@ def _watch(process: Process, folder: Path) -> None:
     speaker = process.roles[0] == "api_server"
     while process is current() and process.ring is not None:
         try:
+            if not folder.exists():
+                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+                return
             if not agent_runs(folder):
                 started = stamp.stat().st_mtime if stamp.exists() else 0.0
                 if abs(time.time() - started) > SPAWN_GRACE_SECONDS:
@@ -201,9 +204,7 @@ def _watch(process: Process, folder: Path) -> None:
             if speaker:
                 said = _say(folder, said)
         except FileNotFoundError:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
-                return
+            pass  # removed at this very moment, see above
         except Exception:
             GUARD.failed("watch")
         time.sleep(WATCH_SECONDS)
@@ -213,7 +214,7 @@ def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return said
     before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
     for notice in notices[before:]:

@@ -192,16 +192,15 @@ class Reader:
             (self.capacity,), schema.SLOT, buffer=self._map, offset=schema.SLOTS_OFFSET
         )
         self._heads, self._tails = self._slots["head"], self._slots["tail"]
-        area = memoryview(self._map)[schema.TOTALS_OFFSET :][: 8 * schema.CELLS]
-        self.cells: memoryview[int] = area.cast("q")
-        self.floats: memoryview[float] = area.cast("d")
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""
         return self._process is not None and start_ticks(self._process) == self.ticks
 
     def info(self) -> dict[str, Any]:
-        """What the header says about the process; empty while it is being rewritten."""
+        """What the header says about the process; empty while it is being rewritten. Raises
+        RingError if the file was cut short."""
+        self._check_size()
         (length,) = schema.INFO_LENGTH.unpack_from(self._map, schema.INFO_LENGTH_OFFSET)
         if not 0 < length <= schema.TOTALS_OFFSET - schema.INFO_OFFSET:
             return {}
@@ -210,6 +209,17 @@ class Reader:
         except ValueError:
             return {}
         return info if isinstance(info, dict) else {}
+
+    def totals(self) -> "memoryview[int]":
+        """A copy of the cumulative totals as of now. Raises RingError if the file was cut short."""
+        self._check_size()
+        end = schema.TOTALS_OFFSET + 8 * schema.CELLS
+        return memoryview(self._map[schema.TOTALS_OFFSET : end]).cast("q")
+
+    def _check_size(self) -> None:
+        # To look at a page that is not there any more would be the end of the reader.
+        if os.fstat(self._descriptor).st_size < self._size:
+            raise RingError(f"{self.path}: cut short")
 
     def newest(self) -> int:
         """The number of the newest whole record, 0 if there is none. Raises RingError if it cannot
@@ -233,8 +243,7 @@ class Reader:
 
     def read(self, most: int = 8192) -> Batch:
         """The next records, at most so many. Raises RingError if the file was cut short."""
-        if os.fstat(self._descriptor).st_size < self._size:
-            raise RingError(f"{self.path}: cut short")
+        self._check_size()
         lost = 0
         while True:
             count, first = self._whole(min(64, most))
@@ -284,7 +293,5 @@ class Reader:
         """Unmap. Safe to call twice."""
         if self._descriptor >= 0:
             del self._slots, self._heads, self._tails
-            self.cells.release()
-            self.floats.release()
             os.close(self._descriptor)
             self._descriptor = -1

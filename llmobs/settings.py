@@ -124,6 +124,11 @@ def resource_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     return attributes
 
 
+def _names(environ: Mapping[str, str], name: str) -> set[str]:
+    """A list of names, separated by commas."""
+    return {part.strip() for part in environ.get(name, "").split(",")}
+
+
 def default_run_base() -> Path:
     """Memory if there is some, else the disk's folder for temporary files: a mapped file on a disk
     makes its writer wait for the kernel's write-back."""
@@ -134,13 +139,12 @@ def default_run_base() -> Path:
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read all settings; a bad value warns, names the variable and falls back."""
-    exporters = environ.get("OTEL_METRICS_EXPORTER", "").replace(" ", "").split(",")
     run_base = environ.get("LLMOBS_RUN_DIR", "").strip()
     agent = environ.get("LLMOBS_AGENT", "").strip()
     return Settings(
         enabled=_switch(environ, "LLMOBS_ENABLED", True)
         and environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
-        and "llmobs" not in environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").split(","),
+        and not _names(environ, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS") & {"llmobs", "*"},
         run_base=Path(run_base) if run_base else default_run_base(),
         ring_bytes=_number(
             environ,
@@ -158,9 +162,9 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             "a port number from 1 to 65535",
             lambda n: 1 <= n <= 65535,
         ),
-        page=exporters != ["none"],
+        page=_names(environ, "OTEL_METRICS_EXPORTER") != {"none"},
         trace_share=_trace_share(environ),
         traces_exporter=_traces_exporter(environ),
-        metrics_otlp="otlp" in exporters,
+        metrics_otlp="otlp" in _names(environ, "OTEL_METRICS_EXPORTER"),
         resource=resource_attributes(environ),
     )

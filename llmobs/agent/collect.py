@@ -1,5 +1,6 @@
 """From the agent's state to Prometheus metric families."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -10,6 +11,7 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    UnknownMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -42,8 +44,9 @@ FROM_TOTALS: dict[str, tuple[str, float]] = {
 class RunCollector(Collector):
     """Yields every family of the table, in its order."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, openmetrics: bool = False) -> None:
         self.run = run
+        self.openmetrics = openmetrics
 
     def describe(self) -> list[Family]:
         return []
@@ -53,7 +56,18 @@ class RunCollector(Collector):
         run.poll()
         with run.lock:
             families = [self._family(metric) for metric in METRICS]
+            families += self._target_info()
         yield from families
+
+    def _target_info(self) -> list[Family]:
+        """The server's resource attributes, as OpenTelemetry's own exporter shows them."""
+        resource = next((r for r in self.run.requests.resources.values() if r), None)
+        if resource is None:
+            return []
+        labels = {re.sub("[^a-zA-Z0-9_]", "_", name): value for name, value in resource.items()}
+        family = GaugeMetricFamily("target_info", "The server.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return [family]
 
     def _family(self, metric: Metric) -> Any:
         labels = list(metric.labels)
@@ -63,7 +77,12 @@ class RunCollector(Collector):
             for values, child in self.run.store.histograms.get(metric.name, {}).items():
                 family.add_metric(values, child.cumulative(), child.sum)
             return family
-        make = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
+        make: Any = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
+        if self.openmetrics and metric.name.removesuffix("_total") in BY_NAME.keys() - {
+            metric.name
+        }:
+            # In OpenMetrics a counter's family has no _total, and there the gauge of that name is.
+            make = UnknownMetricFamily
         family = make(metric.name, metric.help, labels=labels)
         for values, value in sorted(self.samples(metric).items()):
             family.add_metric(values, value)
@@ -74,7 +93,7 @@ class RunCollector(Collector):
         if metric.name in FROM_TOTALS:
             total, scale = FROM_TOTALS[metric.name]
             self._totals(samples, metric, total, scale)
-        elif metric.name not in self.run.store.counters:
+        elif metric.name in OWN:
             samples = OWN[metric.name](self.run)
         return samples
 

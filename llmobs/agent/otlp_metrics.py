@@ -168,15 +168,18 @@ class OtlpMetrics:
 
     def _conventional(self) -> list[Metric]:
         """The same histograms under OpenTelemetry's names."""
+        operations = self.run.requests.operations
         tokens = self._children("decode_token_latency_seconds")
         made = [
-            self._histogram(*name, [(_about(v), c) for v, c in tokens if v["token"] == token])
+            self._histogram(
+                *name, [(_about(v, operations), c) for v, c in tokens if v["token"] == token]
+            )
             for name, token in ((TTFT, "first"), (TPOT, "next"))
         ]
         durations = self._children("llmobs_request_seconds")
-        made.append(self._histogram(*DURATION, [(_about(v), c) for v, c in durations]))
+        made.append(self._histogram(*DURATION, [(_about(v, operations), c) for v, c in durations]))
         usage = [
-            (_about(v) | {"gen_ai.token.type": kind}, c)
+            (_about(v, operations) | {"gen_ai.token.type": kind}, c)
             for kind, name in (("input", "context_len_histogram"), ("output", "output_tokens"))
             for v, c in self._children(name)
         ]
@@ -194,10 +197,11 @@ LABELS = {metric.name: tuple(metric.labels) for metric in METRICS} | {
 }
 
 
-def _about(labels: dict[str, str]) -> dict[str, str]:
-    """The attributes that the conventions ask for, and the context bucket."""
+def _about(labels: dict[str, str], operations: dict[str, str]) -> dict[str, str]:
+    """The attributes that the conventions ask for, and the context bucket. The operation is that of
+    the model's first request: the figures are not kept apart by endpoint."""
     attributes = {
-        "gen_ai.operation.name": "chat",
+        "gen_ai.operation.name": operations.get(labels["model_name"], "chat"),
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": labels["model_name"],
     }

@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from llmobs.agent.collect import RunCollector
 from llmobs.agent.run import Run
 from llmobs.metrics import PHASES
 
@@ -34,11 +35,16 @@ class _Handler(WSGIRequestHandler):
 
 
 def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
-    metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+    text: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+    families = CollectorRegistry()
+    families.register(RunCollector(run, openmetrics=True))
+    openmetrics: Callable[..., Iterable[bytes]] = make_wsgi_app(families)
 
     def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO")
         if path == "/metrics":
+            wanted = environ.get("HTTP_ACCEPT", "")
+            metrics = openmetrics if "application/openmetrics-text" in wanted else text
             return metrics(environ, start_response)
         if path == "/requests":
             run.poll()
@@ -48,17 +54,13 @@ def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterabl
             start_response("200 OK", [("Content-Type", "application/json")])
             return [body]
         if path == "/families":
-            families = [
-                (
-                    family.name,
-                    family.documentation,
-                    family.type,
-                    [tuple(s)[:5] for s in family.samples],
-                )
-                for family in registry.collect()
+            content = [
+                (f.name, f.documentation, f.type, [tuple(sample)[:5] for sample in f.samples])
+                for f in families.collect()
+                if f.name != "target_info"  # OpenTelemetry's own page has its own
             ]
             start_response("200 OK", [("Content-Type", "application/json")])
-            return [json.dumps(families).encode()]
+            return [json.dumps(content).encode()]
         start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"llmobs: /metrics (Prometheus), /requests (JSON)\n"]
 

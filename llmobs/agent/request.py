@@ -105,7 +105,8 @@ def first_token(request: Request) -> int:
     if request.streamed and request.outcome in (Outcome.ABORT, Outcome.ERROR):
         return 0
     sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
-    return min((s.first for s in sequences if s.first), default=0)
+    # The engine may yield one more after the client left: nobody was given that.
+    return min((s.first for s in sequences if 0 < s.first <= request.end), default=0)
 
 
 class Segment(NamedTuple):

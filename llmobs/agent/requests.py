@@ -16,10 +16,11 @@ from llmobs.agent.request import (
     first_token_phases_of,
     phases_of,
 )
+from llmobs.agent.spans import operation
 from llmobs.agent.steps import SECOND, EngineView, Sequence
 from llmobs.agent.store import Histogram, Store
 from llmobs.agent.traces import Traces
-from llmobs.metrics import HAND_OVER, PHASES
+from llmobs.metrics import HAND_OVER, OBJECTIVES, PHASES
 from llmobs.schema import Flag, Kind, Outcome
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
 
@@ -49,6 +50,9 @@ class RequestView:
         self.finished: deque[Finished] = deque(maxlen=REQUESTS_KEPT)
         self.incomplete = 0
         self.ends_seen: dict[int, int] = {}
+        self.judged: dict[tuple[int, int, int], int] = {}
+        """By front end, model and bucket: the ends that were seen, or are known to be lost."""
+        self._engines_lost_until = 0
         self._handlers = {
             Kind.ARRIVE: self._arrive,
             Kind.ADMIT: self._admit,
@@ -62,7 +66,11 @@ class RequestView:
         self.models: dict[int, list[str]] = {}
         self.default_engine = "0"
         self.resources: dict[int, dict[str, str]] = {}
+        self.operations: dict[str, str] = {}
+        """OpenTelemetry's name for what a model's first request asked for."""
         self.traces: Traces | None = None
+        self.several_engines = False
+        """Then whose a first token was is known only when its engine spoke of the sequence."""
 
     # Records of front ends; `ring` tells them apart
 
@@ -79,6 +87,11 @@ class RequestView:
             if identity[0] == ring:
                 request.complete = False
 
+    def engine_gap(self, now: int) -> None:
+        """Records of an engine were lost, all of them written before `now`: a sequence that it
+        never spoke of may have been among them."""
+        self._engines_lost_until = now
+
     def missed_ends(self, ring: int, ended: int) -> None:
         """`ended` requests ended at this front end, by its own count, and all its records are read:
         those whose end was lost span a gap."""
@@ -91,6 +104,21 @@ class RequestView:
                 request = self.requests[identity]
                 if not request.complete and identity not in self.ending:
                     self._forget(identity, request)
+
+    def missed_verdicts(self, ring: int, model: int, bucket: int, ended: int) -> None:
+        """`ended` requests of one length ended at this front end, by its own count: those whose end
+        was lost are excluded from the verdicts."""
+        missed = ended - self.judged.get((ring, model, bucket), 0)
+        if missed > 0:
+            self.judged[ring, model, bucket] = ended
+            self._exclude(self.model(ring, model), bucket, missed)
+
+    def _exclude(self, model: str, bucket: int, requests: int = 1) -> None:
+        """No verdict on requests that span a gap; of those of unknown length nobody wants one."""
+        if bucket < schema.BUCKETS:
+            for objective in OBJECTIVES:
+                labels = (model, BUCKET_NAMES[bucket], objective, "excluded")
+                self.store.add("llmobs_slo_requests_total", *labels, amount=requests)
 
     def _arrive(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
         request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[4])
@@ -151,7 +179,8 @@ class RequestView:
         if request is None or not request.complete or request.cell < 0:
             return
         request.first_chunk = time_
-        self._observe_first(identity[0], request, time_)
+        if not self.several_engines or any(a.engine for a in request.admissions.values()):
+            self._observe_first(identity[0], request, time_)
 
     def _sequence_end(
         self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int
@@ -169,10 +198,15 @@ class RequestView:
 
     def _end(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
         bucket, tokens, arrival, streamed, model = columns[:5]
+        if not 0 <= bucket <= schema.BUCKETS:
+            raise ValueError(f"no context bucket has the number {bucket}")
         self.ends_seen[identity[0]] = self.ends_seen.get(identity[0], 0) + 1
+        judged = identity[0], model, bucket
+        self.judged[judged] = self.judged.get(judged, 0) + 1
         request = self.requests.get(identity)
         if request is None:
             self.incomplete += 1
+            self._exclude(self.model(identity[0], model), bucket)
             return
         request.arrival, request.end, request.outcome = arrival, time_, Outcome(x)
         request.status, request.bucket, request.tokens = y, bucket, tokens
@@ -192,6 +226,8 @@ class RequestView:
         request = self.requests[identity]
         admission = request.admissions[sequence.key]
         admission.engine, admission.sequence = engine, sequence
+        if request.first_chunk and not request.first_observed:
+            self._observe_first(identity[0], request, request.first_chunk)
         if sequence.left:
             self._maybe_finish(identity, request)
 
@@ -206,7 +242,7 @@ class RequestView:
 
     def drop(self, ring: int) -> None:
         """A front end is dead and read to its end: what is open there has no end."""
-        for identity in [i for i in self.requests if i[0] == ring]:
+        for identity in [i for i in self.requests if i[0] == ring and i not in self.ending]:
             self._forget(identity, self.requests[identity])
 
     def _forget(self, identity: tuple[int, int], request: Request) -> None:
@@ -270,12 +306,14 @@ class RequestView:
         model = self.model(identity[0], request.model)
         bucket = BUCKET_NAMES[request.bucket] if request.bucket < schema.BUCKETS else UNKNOWN
         sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
-        if not request.complete or not all(s.complete for s in sequences):
+        unseen = [a for a in request.admissions.values() if a.sequence is None]
+        if (
+            not request.complete
+            or not all(s.complete for s in sequences)
+            or any(a.time <= self._engines_lost_until for a in unseen)
+        ):
             self.incomplete += 1
-            if bucket != UNKNOWN:
-                for objective in ("first_token", "token_gap"):
-                    labels = (model, bucket, objective, "excluded")
-                    self.store.add("llmobs_slo_requests_total", *labels)
+            self._exclude(model, request.bucket)
             return
         self._cut(request)
         seconds = (request.end - request.arrival) / SECOND
@@ -289,6 +327,7 @@ class RequestView:
         prompt = sum(a.prompt for a in request.admissions.values())
         if request.admissions:
             self.store.histogram("output_tokens", model).observe(request.tokens)
+            self.operations.setdefault(model, operation(request.route))
             self._observe_length(identity[0], request)
         for admission in request.admissions.values():
             sequence, engine = admission.sequence, admission.engine
@@ -372,9 +411,11 @@ class RequestView:
             gaps = engine.gaps(request.cell)
             differences = [b - a for a, b in pairwise(rounds)]
             for length in request.beams:
-                for place in range(length - 1):
-                    gap = differences[place] if place < len(differences) else 0
+                own = differences[: max(length - 1, 0)]
+                for gap in own:
                     gaps.observe(gap / SECOND)
+                if length - 1 > len(own):
+                    gaps.observe(0.0, length - 1 - len(own))
             for sequence in beams:
                 sequence.longest_gap = max(differences, default=0)
 

@@ -1,8 +1,10 @@
 """One server's run folder: finds its rings, tails them, knows who is alive."""
 
+import contextlib
 import logging
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from llmobs.schema import Kind
 
 log = logging.getLogger("llmobs.agent")
 
+LOOKS = 50
+"""So often a ring may have no description: it is missing for a moment while it is rewritten."""
+PROCESS_ROLES = ("api_server", "engine_core", "worker")
 FRONT_KINDS = frozenset({k for k in Kind if k < Kind.JOIN})
 
 
@@ -29,12 +34,12 @@ class Source:
         self.lost = 0
         self.records = 0
         self.alive = True
+        """Whether its process runs and its records can be read."""
         self.drained = False
-        self.cells: Any = reader.cells
-        self.floats: Any = reader.floats
+        self.cells = memoryview(bytes(8 * schema.CELLS)).cast("q")
+        """The cumulative totals as of the last look."""
         self.engine: EngineView | None = None
-        self._late = True
-        """Whether ends may have been lost that nobody was told of yet."""
+        self.looks = 0
 
     @property
     def roles(self) -> list[str]:
@@ -44,9 +49,23 @@ class Source:
     def models(self) -> list[str]:
         return list(self.info.get("models", ()))
 
+    @property
+    def floats(self) -> "memoryview[float]":
+        """The same cells as doubles."""
+        return self.cells.cast("B").cast("d")
+
+    def ended(self) -> dict[tuple[int, int], int]:
+        """Requests that ended here, by the numbers of their model and bucket."""
+        outcomes = len(schema.Outcome)
+        counts = {}
+        for model, bucket in product(range(schema.MODEL_SLOTS), range(schema.BUCKETS)):
+            first = schema.model_cell("ended", model) + bucket * outcomes
+            counts[model, bucket] = sum(self.cells[first : first + outcomes])
+        return counts
+
     def finish(self) -> None:
-        """The process is dead and all is read: keep the totals, let the file go."""
-        self.cells, self.floats = self.cells.tolist(), self.floats.tolist()
+        """Nothing more will be read: keep the totals, let the file go."""
+        self.alive = False
         self.reader.close()
         self.drained = True
 
@@ -77,6 +96,9 @@ class Run:
         for source in self.sources.values():
             if not source.drained:
                 total += self._read(source)
+        for source in self.sources.values():
+            if source.drained:
+                self.requests.drop(source.number)
         now = time.monotonic_ns()
         for engine in self.engines.values():
             engine.match()
@@ -99,12 +121,15 @@ class Run:
                 continue
             source = Source(len(self.sources) + 1, reader)
             self.sources[name] = source
-            self._describe(source)
+            with contextlib.suppress(RingError):  # the first look will say so
+                self._describe(source)
 
     def _describe(self, source: Source) -> None:
         info = source.reader.info()
         if not info or info == source.info:
             return
+        if not described(info):
+            raise RingError(f"{source.reader.path}: the description of its process is damaged")
         source.info = info
         models = source.models
         self.requests.models[source.number] = models
@@ -122,6 +147,7 @@ class Run:
                 )
                 self.engines[identity] = engine
                 self.requests.default_engine = min(name for _, name in self.engines)
+                self.requests.several_engines = len(self.engines) > 1
             source.engine = engine
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
@@ -142,34 +168,51 @@ class Run:
 
     def _read(self, source: Source) -> int:
         alive = source.reader.alive()  # before reading: what a dead process wrote is all there
-        total = 0
+        before = source.records
         try:
-            ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
-            while True:
-                batch = source.reader.read()
-                if batch.lost:
-                    self._gap(source, batch.lost)
-                if not len(batch.records):
-                    break
-                total += len(batch.records)
-                self._feed(source, batch.rows())
-        except RingError as error:
-            log.warning("ring given up: %s", error)
-            alive = False
-        self._describe(source)
-        if source.lost and "api_server" in source.roles:
-            self.requests.missed_ends(source.number, ended)
-        source.records += total
-        source.alive = alive
-        if not alive:
-            self.requests.drop(source.number)
+            self._tail(source)
+        except Exception as error:
+            # A ring is only bytes: whatever they say, it must not cost us the other rings.
+            log.warning(
+                "ring given up: %s",
+                error if isinstance(error, RingError) else f"{source.reader.path}: {error!r}",
+            )
+            self._gap(source, 0)
             source.finish()
-        return total
+        else:
+            source.alive = alive
+            if not alive:
+                source.finish()
+        return source.records - before
+
+    def _tail(self, source: Source) -> None:
+        """Read what is new in one ring."""
+        self._describe(source)
+        if not source.info:  # just being rewritten
+            source.looks += 1
+            if source.looks > LOOKS:
+                raise RingError(f"{source.reader.path}: its process is not described")
+            return
+        source.cells = source.reader.totals()
+        while True:
+            batch = source.reader.read()
+            if batch.lost:
+                self._gap(source, batch.lost)
+            if not len(batch.records):
+                break
+            source.records += len(batch.records)
+            self._feed(source, batch.rows())
+        if source.lost and "api_server" in source.roles:
+            ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
+            self.requests.missed_ends(source.number, ended)
+            for (model, bucket), count in source.ended().items():
+                self.requests.missed_verdicts(source.number, model, bucket, count)
 
     def _gap(self, source: Source, lost: int) -> None:
         source.lost += lost
         if source.engine is not None:
             source.engine.gap()
+            self.requests.engine_gap(time.monotonic_ns())
         if "api_server" in source.roles:
             self.requests.gap(source.number)
 
@@ -188,10 +231,20 @@ class Run:
         with self.lock:
             self._discover()
             for source in self.sources.values():
-                newest = source.reader.newest()
+                try:
+                    self._describe(source)
+                    newest = source.reader.newest()
+                except RingError:
+                    continue  # given up at the first look
                 if newest > source.reader.capacity:
                     self._gap(source, 0)
                     source.reader.position = newest + 1
+                    source.cells = source.reader.totals()
+                    # What ended before is none of this agent's.
+                    ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
+                    self.requests.ends_seen[source.number] = ended
+                    for (model, bucket), count in source.ended().items():
+                        self.requests.judged[source.number, model, bucket] = count
 
     def dropped_spans(self) -> dict[str, int]:
         """By reason; also called while there are no traces at all."""
@@ -199,5 +252,20 @@ class Run:
         return traces.dropped if traces is not None else dict.fromkeys(DROP_REASONS, 0)
 
     def alive(self) -> bool:
-        """Whether any process of the server still runs."""
-        return any(source.alive for source in self.sources.values())
+        """Whether any process of the server still runs, be its ring readable or not."""
+        return any(source.alive or source.reader.alive() for source in self.sources.values())
+
+
+def described(info: dict[str, Any]) -> bool:
+    """Whether a header says what the rest relies on."""
+    roles, models, probes = info.get("roles"), info.get("models"), info.get("probes", {})
+    return (
+        isinstance(roles, list)
+        and bool(roles)
+        and set(map(str, roles)) <= set(PROCESS_ROLES)
+        and isinstance(models, list)
+        and bool(models)
+        and all(isinstance(model, str) for model in models)
+        and isinstance(probes, dict)
+        and all(type(attached) is int for attached in probes.values())
+    )

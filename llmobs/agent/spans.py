@@ -26,6 +26,12 @@ OPERATIONS = {
 }
 """gen_ai.operation.name, of OpenTelemetry's semantic conventions for generative AI."""
 
+
+def operation(route: int) -> str:
+    """What OpenTelemetry calls what came by this route."""
+    return OPERATIONS.get(Route(route), "text_completion")
+
+
 Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
 Event = tuple[str, int, Attributes]
 
@@ -93,7 +99,7 @@ class _Tree:
         gaps = [s.longest_gap / SECOND for s in sequences if s.first]
         outcome = request.outcome.name.lower()
         attributes: Attributes = {
-            "gen_ai.operation.name": OPERATIONS.get(Route(request.route), "text_completion"),
+            "gen_ai.operation.name": operation(request.route),
             "gen_ai.provider.name": "vllm",
             "gen_ai.request.model": self.model,
             "gen_ai.response.model": self.model,

@@ -79,6 +79,8 @@ class Sequence:
     longest_gap: int = 0
     """Of what was folded away, and after the end of everything; nanoseconds."""
     final_tokens: int = -1
+    booked: int = 0
+    """Tokens whose gaps went into the histogram when they were folded away (cut sequences only)."""
 
     @property
     def counted(self) -> bool:
@@ -391,13 +393,19 @@ class EngineView:
         for sequence in self.sequences.values():
             if not sequence.runs or sequence.runs[0][0] >= limit:
                 continue
-            times = self.token_times(sequence, upto=limit)
-            if len(times) > 1:
-                sequence.longest_gap = max(sequence.longest_gap, int(np.diff(times).max()))
             steps = self._token_steps(sequence, limit)
+            gaps = np.diff(self.log["end"][steps % STEPS_KEPT])
+            if len(gaps):
+                sequence.longest_gap = max(sequence.longest_gap, int(gaps.max()))
+            if sequence.complete and sequence.flags & Flag.CUT and len(steps):
+                # Long past by now at the front end, so none of these will be cut off.
+                tokens = sum(sequence.odd.get(int(step), 1) for step in steps[:-1])
+                sequence.booked += tokens
+                self._book(sequence, gaps, tokens - len(steps) + 1)
             keep = int(steps[-1]) if len(steps) else limit
             sequence.runs = [[max(a, keep), b] for a, b in sequence.runs if b < 0 or b >= keep]
             sequence.skipped = [step for step in sequence.skipped if step >= keep]
+            sequence.odd = {step: n for step, n in sequence.odd.items() if step >= keep}
 
     def _token_steps(self, sequence: Sequence, upto: int) -> npt.NDArray[np.int64]:
         """The steps in which a sequence yielded tokens, in order."""
@@ -436,7 +444,7 @@ class EngineView:
         """The front end decided how many tokens of a sequence count: book them now."""
         steps = self._token_steps(sequence, 1 << 62)
         per_step = np.array([sequence.odd.get(int(step), 1) for step in steps], np.int64)
-        before = np.cumsum(per_step) - per_step
+        before = np.cumsum(per_step) - per_step + sequence.booked
         wanted = before < tokens
         steps, per_step, before = steps[wanted], per_step[wanted], before[wanted]
         if not len(steps):
@@ -444,13 +452,18 @@ class EngineView:
         per_step = np.minimum(per_step, tokens - before)
         times = self.log["end"][steps % STEPS_KEPT]
         sequence.last = int(times[-1])
-        gaps = self.gaps(sequence.cell)
-        differences = np.diff(times)
-        sequence.longest_gap = int(differences.max()) if len(differences) else 0
-        for difference in differences:
-            gaps.observe(int(difference) / SECOND)
-        if (zeros := int(per_step.sum()) - len(steps)) > 0:
-            gaps.observe(0.0, zeros)
+        gaps = np.diff(times)
+        longest = int(gaps.max()) if len(gaps) else 0
+        sequence.longest_gap = max(sequence.longest_gap, longest) if sequence.booked else longest
+        self._book(sequence, gaps, int(per_step.sum()) - len(steps))
+
+    def _book(self, sequence: Sequence, gaps: npt.NDArray[np.int64], zeros: int) -> None:
+        """Put gaps in nanoseconds, and so many of no length, into the histogram."""
+        child = self.gaps(sequence.cell)
+        for gap in gaps.tolist():
+            child.observe(gap / SECOND)
+        if zeros > 0:
+            child.observe(0.0, zeros)
 
     # After a gap
 
@@ -490,8 +503,8 @@ class EngineView:
     # Workers
 
     def _forward(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.match()  # what came before has its sampling by now
         self.forwards.append([columns[0], time, columns[1], columns[2], 0, 0])
-        self.match()
 
     def _sample(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         if self.forwards and not self.forwards[-1][4]:

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from itertools import product
 
 from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
 
 from llmobs.metrics import BY_NAME, Metric
 
@@ -45,8 +44,7 @@ class Histogram:
         pairs: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for place, count in enumerate(self.counts):
             total += count
-            bound = self.bounds[place] if place < len(self.bounds) else float("inf")
-            le: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            le = str(float(self.bounds[place])) if place < len(self.bounds) else "+Inf"
             exemplar = self.exemplars.get(place)
             pairs.append((le, float(total), exemplar) if exemplar else (le, float(total)))
         return pairs

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ from llmobs.agent.page import serve
 from llmobs.agent.run import Run
 from llmobs.agent.state import State, write_json
 from llmobs.agent.traces import Traces
+from llmobs.process import agent_runs
 from llmobs.ring import start_ticks
 from llmobs.settings import Settings, read_settings
 
@@ -182,16 +184,29 @@ def target_file(folder: Path) -> Path:
 
 def prune(folder: Path) -> None:
     """Remove the run folders of all but the last few dead servers."""
-    dead = []
-    for other in folder.parent.iterdir():
-        pid, _, ticks = other.name.partition("-")
-        if other == folder or not (pid.isdigit() and ticks.isdigit() and other.is_dir()):
-            continue
-        rings = list(other.glob("*.ring"))
-        names = [path.stem.split("-")[-2:] for path in rings] + [[pid, ticks]]
-        if not any(start_ticks(int(p)) == int(t) for p, t in names):
-            dead.append((max((r.stat().st_mtime for r in rings), default=0.0), other))
+    try:
+        others = [other for other in folder.parent.iterdir() if other != folder]
+    except OSError:
+        return
+    dead = [(when, other) for other in others if (when := _died(other)) is not None]
     for _, other in sorted(dead)[:-RUNS_KEPT]:
         shutil.rmtree(other, ignore_errors=True)
         with contextlib.suppress(OSError):
             target_file(other).unlink(missing_ok=True)
+
+
+def _died(folder: Path) -> float | None:
+    """When a ring of a dead server's run folder was last written; None if it is no run folder, or
+    its server lives."""
+    rings = [path.stem.split("-")[-2:] for path in folder.glob("*.ring")]
+    names = [name for name in (folder.name.split("-"), *rings) if len(name) == 2]
+    processes = [(p, t) for p, t in names if p.isdecimal() and t.isdecimal()]
+    if not rings or not re.fullmatch("[0-9]+-[0-9]+", folder.name):
+        return None
+    # In a container that shares /dev/shm the pids are others, but a lock is a lock.
+    if any(start_ticks(int(p)) == int(t) for p, t in processes) or agent_runs(folder):
+        return None
+    try:
+        return max(path.stat().st_mtime for path in folder.glob("*.ring"))
+    except (OSError, ValueError):
+        return None  # another agent was faster

@@ -1,0 +1,26 @@
+"""What every test starts from: a process that is no server yet, and no setting of the outside."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from llmobs import probes, process
+from llmobs.guard import GUARD
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """llmobs keeps its state per process: give each test a new one, and leave nothing behind."""
+    for name in (
+        *("LLMOBS_ENABLED", "LLMOBS_RUN_DIR", "LLMOBS_RING_BYTES", "LLMOBS_AGENT"),
+        *("OTEL_SDK_DISABLED", "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "OTEL_METRICS_EXPORTER"),
+        *("OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT", "_LLMOBS_SERVER_RUN"),
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setattr(GUARD, "failures", {})
+    monkeypatch.setattr(GUARD, "_said", set())
+    monkeypatch.setattr(GUARD, "on_failure", None)
+    yield
+    if probes._hooked or probes._applied:
+        probes.detach()

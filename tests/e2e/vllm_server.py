@@ -1,3 +1,0 @@
-"""Moved."""
-
-from demo.vllm_server import *  # noqa: F403

@@ -1,0 +1,96 @@
+"""Each variable, good and bad: a bad one is named once, with what is accepted, and falls back."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmobs.settings import read_settings
+
+
+def test_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    settings = read_settings({})
+    assert settings.enabled is True
+    assert settings.run_base in (
+        Path(f"/dev/shm/llmobs-{os.geteuid()}"),
+        Path(f"/tmp/llmobs-{os.geteuid()}"),
+    )
+    assert settings.ring_bytes == 4_194_304
+    assert settings.agent is None
+    assert (settings.host, settings.port) == ("localhost", 9464)
+    assert settings.page is True
+    assert not caplog.records
+
+
+GOOD = [
+    *[("LLMOBS_ENABLED", v, "enabled", True) for v in ("1", "true", "yes", "on", " TRUE ", "")],
+    *[("LLMOBS_ENABLED", v, "enabled", False) for v in ("0", "false", "no", "off", "Off")],
+    ("OTEL_SDK_DISABLED", "true", "enabled", False),
+    ("OTEL_SDK_DISABLED", "True", "enabled", False),
+    # OpenTelemetry: any other value than true is false.
+    ("OTEL_SDK_DISABLED", "1", "enabled", True),
+    ("OTEL_SDK_DISABLED", "false", "enabled", True),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "llmobs", "enabled", False),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "redis,llmobs", "enabled", False),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "redis, llmobs ,urllib", "enabled", False),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "*", "enabled", False),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "redis", "enabled", True),
+    ("LLMOBS_RUN_DIR", "/somewhere/else", "run_base", Path("/somewhere/else")),
+    ("LLMOBS_RING_BYTES", "4096", "ring_bytes", 4096),
+    ("LLMOBS_RING_BYTES", " 1073741824 ", "ring_bytes", 1073741824),
+    ("LLMOBS_AGENT", "/run/llmobs", "agent", Path("/run/llmobs")),
+    ("OTEL_EXPORTER_PROMETHEUS_HOST", "0.0.0.0", "host", "0.0.0.0"),
+    ("OTEL_EXPORTER_PROMETHEUS_PORT", "1", "port", 1),
+    ("OTEL_EXPORTER_PROMETHEUS_PORT", "65535", "port", 65535),
+    ("OTEL_EXPORTER_PROMETHEUS_PORT", "", "port", 9464),
+    ("OTEL_METRICS_EXPORTER", "none", "page", False),
+    ("OTEL_METRICS_EXPORTER", " none ", "page", False),
+    ("OTEL_METRICS_EXPORTER", "", "page", True),
+    ("OTEL_METRICS_EXPORTER", "otlp,prometheus", "page", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "field", "expected"), GOOD)
+def test_a_good_value(
+    caplog: pytest.LogCaptureFixture, name: str, value: str, field: str, expected: object
+) -> None:
+    assert getattr(read_settings({name: value}), field) == expected
+    assert not caplog.records
+
+
+BAD = [
+    ("LLMOBS_ENABLED", "maybe", "enabled", True, "one of 1, true, yes, on, 0, false, no, off"),
+    ("LLMOBS_ENABLED", "2", "enabled", True, "one of 1, true, yes, on, 0, false, no, off"),
+    *[
+        ("LLMOBS_RING_BYTES", v, "ring_bytes", 4_194_304, "bytes from 4096 to 1073741824")
+        for v in ("4MiB", "4095", "1073741825", "-1", "1e6", "4096.0", "٤x")
+    ],
+    *[
+        ("OTEL_EXPORTER_PROMETHEUS_PORT", v, "port", 9464, "a port number from 1 to 65535")
+        for v in ("0", "65536", "http", "-9464", "94 64")
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "field", "default", "accepted"), BAD)
+def test_a_bad_value(
+    *,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+    field: str,
+    default: object,
+    accepted: str,
+) -> None:
+    assert getattr(read_settings({name: value}), field) == default
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    for part in (name, value, accepted):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        read_settings({}).port = 1  # type: ignore[misc]
