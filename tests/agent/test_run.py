@@ -75,7 +75,7 @@ ROLES = st.sampled_from(
 
 
 @given(ROLES, st.lists(st.lists(RECORD, max_size=30), min_size=1, max_size=4))
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=30)
 def test_records_that_make_no_sense(roles: list[str], turns: list[list[Any]]) -> None:
     """Whole by their numbers, nonsense by their content."""
     with tempfile.TemporaryDirectory() as name:
@@ -99,7 +99,7 @@ LIKELY = st.tuples(
 
 
 @given(ROLES, st.lists(st.lists(LIKELY, max_size=60), min_size=1, max_size=4))
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=30)
 def test_records_in_an_order_that_cannot_be(roles: list[str], turns: list[list[Any]]) -> None:
     """Every number likely, the whole impossible."""
     test_records_that_make_no_sense.hypothesis.inner_test(roles, turns)
@@ -109,7 +109,7 @@ SPLASH = st.tuples(st.integers(0, SLOTS_AT + 64 * SLOT), st.binary(min_size=1, m
 
 
 @given(ROLES, st.lists(SPLASH, min_size=1, max_size=8), st.lists(SPLASH, max_size=8))
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=30)
 def test_bytes_that_make_no_sense(
     roles: list[str], before: list[tuple[int, bytes]], after: list[tuple[int, bytes]]
 ) -> None:
@@ -146,7 +146,7 @@ JSON = st.recursive(
         | st.just({"join": 1}),
     )
 )
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=30)
 def test_a_description_that_makes_no_sense(info: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

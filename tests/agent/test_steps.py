@@ -337,6 +337,23 @@ def test_a_late_token_of_one_is_not_taken_for_anothers(
     everything_agrees(world)
 
 
+@pytest.mark.parametrize("silent", range(8, 40))
+def test_a_gap_that_reaches_over_the_fold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: int
+) -> None:
+    """The longest one, wherever it falls: five steps without a token among a hundred with one."""
+    monkeypatch.setattr(steps, "STEPS_KEPT", 64)
+    world = World(tmp_path, monkeypatch)
+    joined(world, 10, 200)
+    for number in range(100):
+        yields = 0 if silent <= number < silent + 5 else 1
+        world.step(0, 100_000, 5000, [0], [yields], [False], [1_000_000])
+    play(world, [])
+    check_gaps(world)
+    check_requests(world)
+    assert world.requests.finished[0].longest_gap == 0.03
+
+
 def test_one_that_fails_while_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A grammar that does not compile: its request ends in a step without tokens, long after the
     last one. The time that it waited is not taken back."""
