@@ -104,17 +104,6 @@ PROBES = (
         optional=True,
     ),
     Probe(
-        "trace_headers",
-        "api_server",
-        (
-            "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers",
-            "vllm.entrypoints.openai.engine.serving:OpenAIServing._get_trace_headers",
-            "vllm.entrypoints.openai.serving_engine:OpenAIServing._get_trace_headers",
-        ),
-        transform=frontend.observe_trace_headers,
-        optional=True,
-    ),
-    Probe(
         "scheduler",
         "engine_core",
         (f"{_SCHEDULER}.__init__",),
@@ -169,6 +158,17 @@ PROBES = (
         (f"{_WORKER}.sample_tokens",),
         before=worker.call_starts,
         after=worker.sampled,
+    ),
+    Probe(
+        "trace_headers",
+        "api_server",
+        (
+            "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers",
+            "vllm.entrypoints.openai.engine.serving:OpenAIServing._get_trace_headers",
+            "vllm.entrypoints.openai.serving_engine:OpenAIServing._get_trace_headers",
+        ),
+        transform=frontend.observe_trace_headers,
+        optional=True,
     ),
 )
 ROLES = {probe.name: probe.role for probe in PROBES}

@@ -151,7 +151,7 @@ def agent_runs(folder: Path) -> bool:
     except OSError:
         return True  # the folder is gone or not ours: nothing to start an agent for
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

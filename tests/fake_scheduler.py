@@ -88,7 +88,7 @@ class Scheduler:
         victim.num_computed_tokens = victim.placeholders = 0
         victim.stale = victim.in_flight
         self.waiting.insert(0, victim)
-        self.engine.preempt(victim, before)
+        self.engine.preempt(victim, before, 500_000)
         return victim, before
 
     def schedule(

@@ -265,11 +265,11 @@ def test_what_the_agent_says_is_logged_once(
     state, _ = watched
     assert state.ring is not None
     file = state.ring.path.parent / "agent.json"
-    for content in ("{", '["notice"]', '{"other": 1}', '{"notice": "metrics on :9464"}'):
+    for content in ("{", '["notices"]', '{"other": 1}', '{"notices": ["metrics on :9464"]}'):
         file.write_text(content)
         time.sleep(0.1)
     until(lambda: caplog.records)
-    file.write_text('{"notice": "metrics on :9465"}')
+    file.write_text('{"notices": ["metrics on :9464", "metrics on :9465"]}')
     until(lambda: len(caplog.records) > 1)
     time.sleep(0.1)
     said = [r.getMessage() for r in caplog.records]

@@ -40,6 +40,8 @@ def test_vocabularies() -> None:
         "SEQUENCE_END": 4,
         "END": 5,
         "BEAMS": 6,
+        "CONTEXT": 7,
+        "TRACE_STATE": 8,
         "JOIN": 16,
         "CHUNK": 17,
         "PREEMPT": 18,

@@ -5,7 +5,10 @@ import fcntl
 import logging
 import os
 import sys
+import time
 from pathlib import Path
+
+LOCK_TRIES = 10
 
 log = logging.getLogger("llmobs.agent")
 
@@ -46,9 +49,15 @@ def run(options: argparse.Namespace) -> int:
         if options.stay:
             options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(options.folder / "agent.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return 0
+        for tries_left in range(LOCK_TRIES, -1, -1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # Another agent, or only a process that looks whether there is one.
+                if not tries_left:
+                    return 0
+                time.sleep(0.02)
     except OSError as error:
         print(f"llmobs agent: {options.folder}: {error.strerror}", file=sys.stderr)
         return 2

@@ -81,6 +81,9 @@ class Sequence:
     final_tokens: int = -1
     booked: int = 0
     """Tokens whose gaps went into the histogram when they were folded away (cut sequences only)."""
+    emitted: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    """When it yielded tokens and how many each time, as of its end (cut sequences only): its client
+    may take so long to read that the log has gone round before the front end has the last word."""
 
     @property
     def counted(self) -> bool:
@@ -382,9 +385,13 @@ class EngineView:
         sequence.left = time
         sequence.final_tokens = columns[0]
         if sequence.complete:
-            times = self.token_times(sequence)
+            steps = self._token_steps(sequence, 1 << 62)
+            times = self.log["end"][steps % STEPS_KEPT]
             if len(times) > 1:
                 sequence.longest_gap = max(sequence.longest_gap, int(np.diff(times).max()))
+            if sequence.flags & Flag.CUT:
+                counts = [sequence.odd.get(step, 1) for step in steps.tolist()]
+                sequence.emitted = times, np.array(counts, np.int64)
         self._changed(self, sequence)
 
     def _fold_long(self, index: int) -> None:
@@ -419,13 +426,6 @@ class EngineView:
             steps = steps[~np.isin(steps, sequence.skipped)]
         return np.unique(steps)
 
-    def token_times(self, sequence: Sequence, upto: int = 1 << 62) -> npt.NDArray[np.int64]:
-        """When a sequence yielded tokens, as far as the log goes back."""
-        steps = self._token_steps(sequence, upto)
-        steps = steps[steps > self.steps - STEPS_KEPT]
-        ends: npt.NDArray[np.int64] = self.log["end"][steps % STEPS_KEPT]
-        return ends
-
     def steps_between(self, start: int, end: int) -> npt.NDArray[np.void]:
         """The steps that ended after `start` and not after `end`, as far as the log goes back."""
         newest = self.steps % STEPS_KEPT
@@ -442,20 +442,21 @@ class EngineView:
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
         """The front end decided how many tokens of a sequence count: book them now."""
-        steps = self._token_steps(sequence, 1 << 62)
-        per_step = np.array([sequence.odd.get(int(step), 1) for step in steps], np.int64)
+        if sequence.emitted is None:
+            return
+        times, per_step = sequence.emitted
+        sequence.emitted = None
         before = np.cumsum(per_step) - per_step + sequence.booked
         wanted = before < tokens
-        steps, per_step, before = steps[wanted], per_step[wanted], before[wanted]
-        if not len(steps):
+        times, per_step, before = times[wanted], per_step[wanted], before[wanted]
+        if not len(times):
             return
         per_step = np.minimum(per_step, tokens - before)
-        times = self.log["end"][steps % STEPS_KEPT]
         sequence.last = int(times[-1])
         gaps = np.diff(times)
         longest = int(gaps.max()) if len(gaps) else 0
         sequence.longest_gap = max(sequence.longest_gap, longest) if sequence.booked else longest
-        self._book(sequence, gaps, int(per_step.sum()) - len(steps))
+        self._book(sequence, gaps, int(per_step.sum()) - len(times))
 
     def _book(self, sequence: Sequence, gaps: npt.NDArray[np.int64], zeros: int) -> None:
         """Put gaps in nanoseconds, and so many of no length, into the histogram."""

@@ -305,9 +305,11 @@ def test_a_taken_port_is_told(folder: Path, start: Any) -> None:
         said = state(folder, watching.pid)
     other = int(said["page"].rpartition(":")[2])
     assert port < other < port + 100
-    assert said["notice"].startswith(f"llmobs: metrics on http://localhost:{other}/metrics; port ")
-    assert f"port {port} is taken by " in said["notice"]
-    assert f"(pid {os.getpid()}), set OTEL_EXPORTER_PROMETHEUS_PORT" in said["notice"]
+    assert said["notices"][0].startswith(
+        f"llmobs: metrics on http://localhost:{other}/metrics; port "
+    )
+    assert f"port {port} is taken by " in said["notices"][0]
+    assert f"(pid {os.getpid()}), set OTEL_EXPORTER_PROMETHEUS_PORT" in said["notices"][0]
     assert said["joined"] is False
 
 
@@ -317,7 +319,7 @@ def test_an_address_that_is_not_ours_is_told(folder: Path, start: Any) -> None:
     notice = until(
         lambda: (
             (folder / "agent.json").exists()
-            and json.loads((folder / "agent.json").read_text())["notice"]
+            and json.loads((folder / "agent.json").read_text())["notices"][0]
         )
     )
     assert notice.startswith("llmobs: no metrics page: ")

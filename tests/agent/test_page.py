@@ -69,7 +69,7 @@ def test_families_for_another_process(port: int) -> None:
     _, _, type_, samples = family
     assert type_ == "counter"
     labels = {"model_name": "deepseek-v4", "context_bucket": "0-1k"}
-    assert ["llmobs_requests_received_total", labels, 1.0] in samples
+    assert ["llmobs_requests_received_total", labels, 1.0, None, None] in samples
 
 
 @pytest.mark.parametrize("path", ["/", "/metric", "/requests/1", "/../etc/passwd"])

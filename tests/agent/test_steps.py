@@ -267,8 +267,10 @@ def test_what_is_folded_away_keeps_its_longest_gap(starts: list[Any], events: li
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(steps, "STEPS_KEPT", 64)
         world = World(Path(name), monkeypatch)
-        for join in starts:
-            world.join(join[1], 150 + join[2], "plain", *join[4:])
+        for place, (_, prompt, tokens, _, adapter, streamed, cut_at, pause) in enumerate(starts):
+            # Every other one is cut by the front end, long after the log's first round.
+            kind, late = ("cut", 100 + cut_at % 40) if place % 2 else ("plain", cut_at)
+            world.join(prompt, 150 + tokens, kind, adapter, streamed, late, pause)
         play(world, events)
         check_totals(world)
         check_gaps(world)

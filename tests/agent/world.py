@@ -290,8 +290,10 @@ class World:
     def _preempted(self, life: Life, time: int, computed: int) -> None:
         self.preemptions[life.model, life.bucket] += 1
         if not life.losses or life.losses[-1][1]:
-            life.losses.append([time, 0])
             life.needed = 0
+        else:
+            life.losses[-1][1] = time
+        life.losses.append([time, 0])
         life.needed = max(life.needed, computed)
         life.recomputed_by = None
         life.owing = life.preempted = True

@@ -563,10 +563,6 @@ def test_all_probes_are_attached_in_all_processes(served: Served, everything: li
         assert set(attached.values()) == {1}, attached
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="llmobs_requests and llmobs_requests_total are one family there",
-)
 def test_text_and_openmetrics_say_the_same(served: Served, everything: list[Part]) -> None:
     text, openmetrics = served.page.figures(), served.page.openmetrics()
     assert openmetrics.samples == text.samples
