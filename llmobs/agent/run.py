@@ -212,9 +212,9 @@ class Run:
         source.lost += lost
         if source.engine is not None and "engine_core" in source.roles:
             source.engine.gap()
+            self.requests.engine_gap(time.monotonic_ns())
         elif source.engine is not None:
             source.engine.forwards.clear()  # a worker's: only its stages are missing
-            self.requests.engine_gap(time.monotonic_ns())
         if "api_server" in source.roles:
             self.requests.gap(source.number)
 

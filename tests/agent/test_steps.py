@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmobs import schema
@@ -225,6 +225,10 @@ def test_every_figure_is_what_brute_force_counts(
     run()
 
 
+WHOLLY_LOST = [("join", 1, tokens, "plain", None, False, 1, 0) for tokens in (1, 4, 2, 2)]
+"""The first of them comes and goes within what the ring of 16 loses."""
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_after_lost_records_nothing_is_guessed(
     monkeypatch: pytest.MonkeyPatch, ahead: bool
@@ -232,6 +236,7 @@ def test_after_lost_records_nothing_is_guessed(
     """Rings far too small: totals stay exact, what is told of a request is true, and each request
     is either told or counted as incomplete."""
 
+    @example(WHOLLY_LOST, [("step", 0, 10_000, 10_000, [0], [1], [False], [250_000_000])] * 4, 16)
     @given(STARTS, EVENTS, st.integers(16, 60))
     @settings(QUIET, max_examples=150)
     def run(starts: list[Any], events: list[Any], capacity: int) -> None:
