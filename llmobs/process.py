@@ -229,6 +229,10 @@ def current() -> Process:
     """This process's state."""
     global _current
     if _current is None:
+        if log.level == logging.NOTSET:
+            # Some of what vLLM imports sets the root logger to ERROR (seen on 0.32): what we have
+            # to say is little, and meant to be read.
+            log.setLevel(logging.WARNING)
         _current = Process(read_settings())
     return _current
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from llmobs.settings import Settings, read_settings
 if TYPE_CHECKING:
     from llmobs.agent.otlp_metrics import OtlpMetrics
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 LINGER_SECONDS = 1.0
 """How long the page still stands after the last process of the server ended."""
 NOBODY_SECONDS = 60.0
@@ -64,6 +65,9 @@ def watch(folder: Path, stay: bool = False) -> int:
     if not stay:
         prune(folder)
 
+    # A batch thread takes no CPU from a running one when it wakes up: the engine comes first.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     began = time.monotonic()
     gone_since: float | None = None
     while not stop.is_set():

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from demo.client import chat, completion, open_session
@@ -329,6 +330,36 @@ def test_preempted_spans_are_as_many_as_vllm_counts(trace: Open) -> None:
                 assert 0.5 < span.attributes["llm.kv.usage"] <= 1
                 for recompute in span.children:
                     assert recompute.attributes["llm.recompute"] is True
+
+
+def test_a_collector_in_trouble_is_said_once_and_holds_up_nobody(trace: Open) -> None:
+    """It refuses, is well again, then hangs while the server ends with a full queue."""
+    run = trace(LLMOBS_TRACE_SAMPLING="always", OTEL_EXPORTER_OTLP_TIMEOUT="2")
+    run.receiver.status = 503
+    assert all(o.status == 200 for o in run.send(*(ask(20, 2, n) for n in range(20))))
+    eventually("it is said", lambda: "llmobs: spans do not arrive (" in run.server.log_text(), 40)
+    dropped = eventually(
+        "drops are counted",
+        lambda: run.page.figures().total("llmobs_spans_dropped_total", reason="export_failed"),
+    )
+    assert dropped > 0
+    run.receiver.status = 200
+    assert all(o.status == 200 for o in run.send(*(ask(20, 2, 100 + n) for n in range(20))))
+    run.roots(20, 30)
+    assert "llmobs: spans arrive again" in eventually(
+        "its end is said", lambda: t if "arrive again" in (t := run.server.log_text()) else ""
+    )
+    run.receiver.delay = 30
+    outcomes = run.send(*(ask(20, 2, 200 + n) for n in range(400)), at_once=32)
+    assert all(o.status == 200 for o in outcomes)
+    agent = run.page.state["pid"]
+    began = time.monotonic()
+    run.server.stop()
+    eventually("the agent is gone", lambda: not psutil.pid_exists(agent), 20)
+    assert time.monotonic() - began < 12  # the server's own end takes 2 to 4 s of it
+    log = run.server.log_text()
+    assert log.count("llmobs: spans do not arrive (") <= 2
+    assert log.count("llmobs: spans arrive again") == 1
 
 
 @pytest.mark.parametrize("fastapi", [False, True])
