@@ -5,6 +5,7 @@ import json
 from typing import TextIO
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +49,7 @@ def show(breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: Tex
     console.print()
     for b in breakdowns:
         console.print(_verdict(b))
-        console.print(Text(f"  → {advice(b, samples)}"))
+        console.print(Padding(Text(f"→ {advice(b, samples)}"), (0, 0, 0, 4)))
 
 
 def _table(title: str) -> Table:
