@@ -144,7 +144,7 @@ def test_it_serves_and_ends_with_the_server(folder: Path, start: Any) -> None:
     serving.wait()
     began = time.monotonic()
     assert watching.wait(10) == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # 5 s on a quiet machine
     assert not target.exists()
     assert list(folder.glob("*.ring")), "the record of what was stays"
 
@@ -160,7 +160,7 @@ def test_it_outlives_one_of_two_processes(folder: Path, start: Any) -> None:
     assert value(page(folder, watching.pid), ENDED) == 7
     second.kill()
     second.wait()
-    assert watching.wait(5) == 0
+    assert watching.wait(20) == 0
 
 
 def test_a_second_one_leaves_at_once(folder: Path, start: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_second_one_leaves_at_once(folder: Path, start: Any) -> None:
     began = time.monotonic()
     out, err = second.communicate(timeout=10)
     assert (second.returncode, out, err) == (0, "", "")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert first.poll() is None
 
 
@@ -183,7 +183,7 @@ def test_a_signal_ends_it(folder: Path, start: Any, how: signal.Signals) -> None
     target = folder.parent / "file_sd" / "12345-67890.json"
     until(target.exists)
     watching.send_signal(how)
-    assert watching.wait(5) == 0
+    assert watching.wait(20) == 0
     assert "Traceback" not in watching.communicate()[1]
     assert not target.exists()
 
@@ -255,7 +255,7 @@ def test_the_rings_of_a_dead_server(folder: Path, start: Any) -> None:
     dead.wait()
     watching = agent(start, folder)
     assert value(page(folder, watching.pid), ENDED) == 5
-    assert watching.wait(5) == 0
+    assert watching.wait(20) == 0
 
 
 def test_damaged_rings_are_no_end_and_no_loop(folder: Path, start: Any) -> None:
@@ -270,7 +270,7 @@ def test_damaged_rings_are_no_end_and_no_loop(folder: Path, start: Any) -> None:
     assert value(page(folder, watching.pid), ENDED) == 3
     serving.kill()
     serving.wait()
-    assert watching.wait(5) == 0
+    assert watching.wait(20) == 0
     warnings = [line for line in watching.communicate()[1].splitlines() if "WARNING" in line]
     assert len(warnings) == 2
     assert "ring refused: " in warnings[0]
@@ -286,7 +286,8 @@ def test_a_run_folder_that_is_removed(folder: Path, start: Any) -> None:
     # The server still lives, and its ring is still mapped.
     if watching.poll() is None:
         watching.send_signal(signal.SIGTERM)
-    assert watching.wait(5) == 0
+    # It may be on its way out by itself, too far to take a signal any more.
+    assert watching.wait(20) in (0, -signal.SIGTERM)
     assert "Traceback" not in watching.communicate()[1]
 
 
