@@ -38,7 +38,8 @@ docs: $(READY)
 	$(BIN)/python docs/generate.py
 
 bench: $(READY)
-	$(BIN)/python benchmarks/probes.py
+	$(BIN)/python -m benchmarks.probes
+	$(BIN)/python -m benchmarks.agent
 
 clean:
 	rm -rf $(VENV) .demo

@@ -32,7 +32,6 @@ SHOWN = (
     "llmobs_probe_attached",
 )
 ENVIRONMENT = {
-    "OTEL_METRICS_EXPORTER": "prometheus",
     "OTEL_TRACES_EXPORTER": "otlp",
     "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
     "OTEL_LOGS_EXPORTER": "none",

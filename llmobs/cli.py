@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -28,9 +29,16 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  llmobs diagnose                              the server on this machine\n"
         "  llmobs diagnose --endpoint http://gpu-7:9464\n"
-        "  llmobs diagnose --json | jq '.buckets[].dominant'\n",
+        "  llmobs diagnose --window 2h\n"
+        "  llmobs diagnose --json | jq '.buckets[] | {bucket, missed, dominant}'\n",
     )
     diagnose.add_argument("--endpoint", metavar="URL", help="the page of an agent (default: local)")
+    diagnose.add_argument(
+        "--window",
+        metavar="TIME",
+        default="15m",
+        help="how far back, such as 90s, 15m or 2h (default 15m; the last 20,000 requests at most)",
+    )
     diagnose.add_argument("--json", action="store_true", help="JSON on standard output")
 
     agent = commands.add_parser(
@@ -59,23 +67,45 @@ def main(
     return _diagnose(options, out, err)
 
 
+def seconds(text: str) -> float:
+    """A stretch of time such as 90s, 15m, 2h. Raises SourceError with what is accepted."""
+    from llmobs.diagnose.source import SourceError
+
+    number, unit = text[:-1], text[-1:]
+    try:
+        value = float(number) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise SourceError(f"--window {text!r} is no time; accepted is such as 90s, 15m or 2h")
+    return value
+
+
 def _diagnose(options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     from llmobs.diagnose import breakdown, show, source
     from llmobs.settings import read_settings
 
     try:
+        window = seconds(options.window)
         endpoint = options.endpoint or source.local_page(read_settings())
-        found = breakdown.breakdowns(source.finished_requests(endpoint))
+        since = time.time() - window
+        requests = [r for r in source.finished_requests(endpoint) if r["ended"] >= since]
+        found = breakdown.breakdowns(requests)
         samples = source.samples(endpoint)
         if not found:
-            raise source.SourceError(f"{endpoint}: no request has ended there yet")
+            raise source.SourceError(
+                f"{endpoint}: no admitted request ended there in the last {options.window}"
+            )
     except source.SourceError as error:
         print(f"llmobs diagnose: {error}", file=err)
         return 2
+    ends = [r["ended"] for r in requests]
+    models = tuple(sorted({r["model"] for r in requests}))
+    scope = show.Scope(endpoint, models, len(requests), min(ends), max(ends))
     if options.json:
-        show.show_json(found, samples, out)
+        show.show_json(scope, found, samples, out)
     else:
-        show.show(found, samples, out)
+        show.show(scope, found, samples, out)
     return int(any(b.missed for b in found))
 
 

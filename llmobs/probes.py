@@ -172,7 +172,9 @@ PROBES = (
     ),
 )
 ROLES = {probe.name: probe.role for probe in PROBES}
-NUMBERS = {probe.name: number for number, probe in enumerate(PROBES)}
+BESIDE = ("attach", "watch", "proxy")
+"""What the guard also covers: putting probes on, keeping an agent, OpenTelemetry's page."""
+NUMBERS = {name: number for number, name in enumerate((*(p.name for p in PROBES), *BESIDE))}
 
 _applied: list[tuple[Any, str, Any, Any]] = []
 """Owner, attribute, what it was, what we put there: undone from the end."""

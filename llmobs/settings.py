@@ -49,6 +49,8 @@ class Settings:
 
 
 def _warn(name: str, value: str, accepted: str, used: object) -> None:
+    if SERVER_RUN in os.environ:
+        return  # the server's first process has said so
     log.warning("llmobs: %s=%r is not %s; using %s", name, value, accepted, used)
 
 

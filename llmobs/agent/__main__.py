@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The agent's command line, shared with `llmobs agent`."""
-    parser.add_argument("folder", type=Path, help="the run folder, made if it is not there")
+    parser.add_argument("folder", type=Path, help="the run folder; with --stay it is made")
     parser.add_argument("--detach", action="store_true", help="go to the background")
     parser.add_argument(
         "--stay", action="store_true", help="wait for servers to come, and outlive them"

@@ -150,7 +150,7 @@ def _guard(run: Run) -> Samples:
     for source in run.sources.values():
         for role in source.roles:
             for probe, number in NUMBERS.items():
-                if ROLES[probe] == role:
+                if ROLES.get(probe, source.roles[0]) == role:
                     key = (source.models[0], role, probe)
                     failures = source.cells[schema.GUARD_CELL + number]
                     samples[key] = samples.get(key, 0) + failures

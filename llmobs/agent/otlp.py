@@ -62,7 +62,7 @@ def span_exporter(name: str) -> SpanExporter:
         return grpc.OTLPSpanExporter()
     except ImportError as error:
         raise UnusableExporter(
-            f"{error.name} is not installed: pip install 'llmobs[otel]'"
+            f"{error.name} is not installed: pip install opentelemetry-exporter-otlp"
         ) from error
     except Exception as error:  # certificates that cannot be read, an endpoint that is no URL
         raise UnusableExporter(f"{type(error).__name__}: {error}") from error

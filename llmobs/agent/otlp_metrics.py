@@ -55,7 +55,7 @@ def metric_exporter() -> MetricExporter:
         return grpc.OTLPMetricExporter()
     except ImportError as error:
         raise UnusableExporter(
-            f"{error.name} is not installed: pip install 'llmobs[otel]'"
+            f"{error.name} is not installed: pip install opentelemetry-exporter-otlp"
         ) from error
     except Exception as error:
         raise UnusableExporter(f"{type(error).__name__}: {error}") from error
@@ -106,7 +106,7 @@ class OtlpMetrics:
         self._stop.set()
         last = threading.Thread(target=self.export, daemon=True)
         last.start()
-        last.join(2.0)
+        last.join(1.0)
 
     def data(self) -> MetricsData:
         """All families, with the run's lock held."""

@@ -19,7 +19,7 @@ SETTLE_SECONDS = 0.5
 """A worker's last records may come after the end of a request."""
 BATCH_REQUESTS = 25
 TICK_SECONDS = 0.25
-LAST_SECONDS = 3.0
+LAST_SECONDS = 2.0
 """How long the queue may still be exported once the server is gone."""
 
 

@@ -28,6 +28,7 @@ from llmobs.settings import Settings, read_settings
 if TYPE_CHECKING:
     from llmobs.agent.otlp_metrics import OtlpMetrics
 
+INSTALL = "pip install opentelemetry-exporter-otlp"
 POLL_SECONDS = 0.2
 LINGER_SECONDS = 1.0
 """How long the page still stands after the last process of the server ended."""
@@ -108,7 +109,9 @@ def start_traces(
 
         sink = OtlpSink(settings.traces_exporter, say)
     except ImportError as error:
-        say(f"llmobs: no traces, {error.name} is not installed: pip install 'llmobs[otel]'")
+        say(
+            f"llmobs: no traces, {error.name} is not installed: pip install opentelemetry-exporter-otlp"
+        )
         return None
     except ValueError as error:
         say(f"llmobs: no traces, {error}")
@@ -127,7 +130,7 @@ def start_metrics(settings: Settings, run: Run, say: Callable[[str], None]) -> "
 
         metrics = OtlpMetrics(run, say)
     except ImportError as error:
-        say(f"llmobs: no OTLP metrics, {error.name} is not installed: pip install 'llmobs[otel]'")
+        say(f"llmobs: no OTLP metrics, {error.name} is not installed: {INSTALL}")
         return None
     except ValueError as error:
         say(f"llmobs: no OTLP metrics, {error}")

@@ -107,8 +107,8 @@ QUEUE_ADVICE = {
     "--max-num-batched-tokens makes the steps shorter",
     "max_num_seqs": "all --max-num-seqs slots were taken: raise it while memory allows, else add "
     "replicas",
-    "token_budget": "each step's token budget went to prompts before them: chunk long prompts "
-    "(--long-prefill-token-threshold) or raise --max-num-batched-tokens",
+    "token_budget": "each step's token budget went to prompts before them: keep long prompts from "
+    "taking all of it (a low --long-prefill-token-threshold), or add replicas",
     "kv_cache": "no KV-cache blocks were free: raise --gpu-memory-utilization, lower "
     "--max-model-len, or add replicas",
     "grammar": "structured-output grammars were being compiled",
@@ -128,22 +128,28 @@ ADVICE = {
     "--gpu-memory-utilization, lower --max-num-seqs or --max-model-len",
     "decode": "tokens came slowly: compare llmobs_step_seconds by batch_kind; `mixed` far above "
     "`decode` means that prefills hold up the others' tokens (a lower --max-num-batched-tokens)",
-    "deliver": "the last bytes were slow to leave: a client that reads slowly, or a busy event "
-    "loop in the API server",
+    "deliver": "the first bytes were slow to leave: a busy event loop in the API server",
 }
 """By the phase that dominates, where that is not the queue."""
 
 
-def advice(breakdown: Breakdown, samples: dict[str, list[Sample]]) -> str:
-    """One line: where to look next. About the first token unless only the gaps are too long."""
-    if breakdown.missed == ("token gap",) or breakdown.first_token is None:
-        return ADVICE["decode"]
-    phase = breakdown.first_token.dominant
-    if phase != "queue":
-        return ADVICE[phase]
+def advice(breakdown: Breakdown, samples: dict[str, list[Sample]]) -> tuple[str, ...]:
+    """Where to look next, a line for each objective that was missed."""
+    lines = []
+    if "first token" in breakdown.missed and breakdown.first_token is not None:
+        phase = breakdown.first_token.dominant
+        text = _queue_advice(samples) if phase == "queue" else ADVICE[phase]
+        lines.append(f"first token: {text}")
+    if "token gap" in breakdown.missed:
+        lines.append(f"token gap: {ADVICE['decode']}")
+    return tuple(lines)
+
+
+def _queue_advice(samples: dict[str, list[Sample]]) -> str:
+    """By what the server's requests have waited for longest, whatever their length."""
     waits: dict[str, float] = {}
     for labels, value in samples.get("llmobs_queue_reason_seconds_total", ()):
         waits[labels["reason"]] = waits.get(labels["reason"], 0.0) + value
     reason = max(waits, key=lambda name: waits[name], default="engine_busy")
     share = waits.get(reason, 0.0) / (sum(waits.values()) or 1.0)
-    return f"{share:.0%} of all waiting is `{reason}`: {QUEUE_ADVICE.get(reason, reason)}"
+    return f"`{reason}` is {share:.0%} of all waiting so far: {QUEUE_ADVICE.get(reason, reason)}"

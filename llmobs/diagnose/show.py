@@ -1,7 +1,8 @@
 """The breakdown as a person reads it, and as JSON."""
 
-import dataclasses
 import json
+import time
+from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from llmobs.diagnose.breakdown import Breakdown, Sample, Split, advice
 from llmobs.metrics import PHASES
 
 BAR = 16
+FEW = 100
 MARKS = dict(zip(PHASES, "·▒█▚▄░", strict=True))
 """One fill per phase, told apart without colour too."""
 STYLES = dict(zip(PHASES, ("white", "yellow", "blue", "red", "green", "magenta"), strict=True))
@@ -26,21 +28,51 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
-def show_json(breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: TextIO) -> None:
-    """One object per bucket."""
+@dataclass(frozen=True)
+class Scope:
+    """What the figures are of: a page, its models, and a stretch of time (Unix, seconds)."""
+
+    endpoint: str
+    models: tuple[str, ...]
+    requests: int
+    first: float
+    last: float
+
+
+def show_json(
+    scope: Scope, breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: TextIO
+) -> None:
+    """The scope, and one object per bucket."""
     content = [
-        dataclasses.asdict(b) | {"missed": b.missed, "next": advice(b, samples)} for b in breakdowns
+        asdict(b)
+        | {
+            "missed": b.missed,
+            "dominant": b.first_token.dominant if b.first_token is not None else b.whole.dominant,
+            "next": advice(b, samples),
+        }
+        for b in breakdowns
     ]
-    json.dump({"buckets": content}, out, indent=2)
+    json.dump({**asdict(scope), "buckets": content}, out, indent=2)
     out.write("\n")
 
 
-def show(breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: TextIO) -> None:
-    """The targets, where the time went, and a line of advice per bucket."""
+def show(
+    scope: Scope, breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: TextIO
+) -> None:
+    """The targets, where the time went, a verdict per bucket, and what to do next."""
     console = Console(file=out, highlight=False, width=None if out.isatty() else 110)
+    begin, end = (time.strftime("%H:%M:%S", time.localtime(t)) for t in (scope.first, scope.last))
+    console.print(
+        f"{scope.requests} requests of {', '.join(scope.models)}, ended {begin} to {end} "
+        f"({scope.endpoint})\n"
+    )
     console.print(_targets(breakdowns))
-    first = [(b.bucket, b.first_token) for b in breakdowns if b.first_token is not None]
+    if any(b.requests < FEW for b in breakdowns):
+        console.print(
+            f"(of fewer than {FEW} requests the P99 is about the slowest one)", style="dim"
+        )
     console.print()
+    first = [(b.bucket, b.first_token) for b in breakdowns if b.first_token is not None]
     before = tuple(phase for phase in PHASES if phase != "decode")
     console.print(_splits("Slowest to their first token: where that time went", first, before))
     console.print()
@@ -49,7 +81,14 @@ def show(breakdowns: list[Breakdown], samples: dict[str, list[Sample]], out: Tex
     console.print()
     for b in breakdowns:
         console.print(_verdict(b))
-        console.print(Padding(Text(f"→ {advice(b, samples)}"), (0, 0, 0, 4)))
+    told: dict[str, list[str]] = {}
+    for b in breakdowns:
+        for line in advice(b, samples):
+            told.setdefault(line, []).append(b.bucket)
+    for line, buckets in told.items():
+        console.print()
+        console.print(Text(f"→ {', '.join(buckets)}", "bold"))
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def _table(title: str) -> Table:

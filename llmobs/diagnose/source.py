@@ -59,6 +59,8 @@ def _get(url: str) -> bytes:
 
 def _base(endpoint: str) -> str:
     endpoint = endpoint.rstrip("/").removesuffix("/metrics")
+    if "://" not in endpoint and ":" in endpoint:
+        endpoint = f"http://{endpoint}"
     if not endpoint.startswith(("http://", "https://")):
         raise SourceError(f"{endpoint!r} is no URL; accepted is http://HOST:PORT of an agent")
     return endpoint
