@@ -109,9 +109,7 @@ def start_traces(
 
         sink = OtlpSink(settings.traces_exporter, say)
     except ImportError as error:
-        say(
-            f"llmobs: no traces, {error.name} is not installed: pip install opentelemetry-exporter-otlp"
-        )
+        say(f"llmobs: no traces, {error.name} is not installed: {INSTALL}")
         return None
     except ValueError as error:
         say(f"llmobs: no traces, {error}")
