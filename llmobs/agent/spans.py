@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from llmobs.agent.request import Request, Segment, chosen_sequence, first_token, segments_of
 from llmobs.agent.steps import EVENTS_KEPT, SECOND, EngineView, Sequence
-from llmobs.schema import BatchKind, Flag, Outcome, Route, Wait
+from llmobs.schema import BatchKind, Outcome, Route, Wait
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
 
 SLOWEST_STEPS = 1
@@ -260,8 +260,3 @@ class _Tree:
         if begin >= end:
             return None
         return self.span("llm.sampling", begin, end, llm__clock="host")
-
-
-def is_pooling(request: Request) -> bool:
-    """Whether no tokens were to be generated."""
-    return any(a.flags & Flag.POOLING for a in request.admissions.values())

@@ -78,7 +78,6 @@ class Sequence:
     preemptions: list[Preemption] = field(default_factory=list)
     longest_gap: int = 0
     """Of what was folded away, and after the end of everything; nanoseconds."""
-    final_tokens: int = -1
     booked: int = 0
     """Tokens whose gaps went into the histogram when they were folded away (cut sequences only)."""
     emitted: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
@@ -383,7 +382,6 @@ class EngineView:
         if not self.resync:
             self._stop_decoding(sequence)
         sequence.left = time
-        sequence.final_tokens = columns[0]
         if sequence.complete:
             steps = self._token_steps(sequence, 1 << 62)
             times = self.log["end"][steps % STEPS_KEPT]
