@@ -22,6 +22,7 @@ log = logging.getLogger("llmobs")
 AGENT_LOCK = "agent.lock"
 AGENT_STATE = "agent.json"
 WATCH_SECONDS = 1.0
+STARTS_UNSAID = 2
 SPAWN_GRACE_SECONDS = 10.0
 """How long a started agent may take to the lock before another process starts one."""
 
@@ -66,13 +67,14 @@ class Process:
                 path = folder / f"{role}-{os.getpid()}-{start_ticks(os.getpid())}{SUFFIX}"
                 capacity = max(16, self.settings.ring_bytes // schema.SLOT_SIZE)
                 self.ring = Writer(path, capacity, self._info())
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._gave_up = True
                 log.warning(
                     "llmobs: off in this process, cannot write to the run folder %s (%s); set "
-                    "LLMOBS_RUN_DIR to a folder that this user owns, with %d bytes free",
-                    error.filename or self.settings.run_base,
-                    error.strerror,
+                    "%s to a folder that this user owns, with %d bytes free",
+                    getattr(error, "filename", None) or self.settings.run_base,
+                    getattr(error, "strerror", None) or error,
+                    "LLMOBS_RUN_DIR" if self.settings.agent is None else "LLMOBS_AGENT",
                     self.settings.ring_bytes,
                 )
                 return
@@ -181,7 +183,6 @@ def spawn_agent(folder: Path) -> None:
             stdout=output,
             stderr=output,
             process_group=0,
-            cwd="/",
         )
     starter.wait()  # it forks at once and ends, so that nobody has to reap the agent
 
@@ -191,14 +192,23 @@ def _watch(process: Process, folder: Path) -> None:
     said: list[str] = []
     stamp = folder / "agent.started"
     speaker = process.roles[0] == "api_server"
+    starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
         try:
             if not folder.exists():
                 log.warning("llmobs: off in this process, its run folder %s was removed", folder)
                 return
-            if not agent_runs(folder):
+            if agent_runs(folder):
+                starts = 0
+            else:
                 started = stamp.stat().st_mtime if stamp.exists() else 0.0
-                if abs(time.time() - started) > SPAWN_GRACE_SECONDS:
+                if abs(time.time() - started) > SPAWN_GRACE_SECONDS * min(2**starts, 64):
+                    starts += 1
+                    if starts == STARTS_UNSAID + 1 and speaker:
+                        log.warning(
+                            "llmobs: its agent does not stay up, so there is no page; why is in %s",
+                            folder / "agent.log",
+                        )
                     stamp.touch()
                     spawn_agent(folder)
             if speaker:

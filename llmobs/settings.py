@@ -17,6 +17,7 @@ SERVER_ENVIRON = "_LLMOBS_SERVER_ENVIRON"
 """Set with it: the user's own OTEL_ and LLMOBS_ variables. vLLM changes some for its children (its
 --otlp-traces-endpoint becomes OpenTelemetry's), and the agent must go by what the user said."""
 
+RESOURCE_LIMIT = 4096
 SLO_SHARE = 0.01
 """Of the requests that met their targets, so many traces are kept."""
 
@@ -97,7 +98,7 @@ def _trace_share(environ: Mapping[str, str]) -> float | None:
 
 
 def _traces_exporter(environ: Mapping[str, str]) -> str:
-    """`otlp`, `console` or `none`. Like OpenTelemetry's SDK for Python we export nothing unless
+    """`otlp` or `none`. Like OpenTelemetry's SDK for Python we export nothing unless
     told to; an endpoint tells us."""
     name = "OTEL_TRACES_EXPORTER"
     value = environ.get(name, "").strip().lower()
@@ -107,23 +108,33 @@ def _traces_exporter(environ: Mapping[str, str]) -> str:
         )
         return "otlp" if asked else "none"
     wanted = [v.strip() for v in value.split(",")]
-    for exporter in ("otlp", "console", "none"):
+    for exporter in ("otlp", "none"):
         if exporter in wanted:
             return exporter
-    _warn(name, value, "otlp, console or none", "none")
+    _warn(name, value, "otlp or none", "none")
     return "none"
 
 
 def resource_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     """OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, as the SDK reads them."""
-    attributes = {}
+    attributes: dict[str, str] = {}
+    name = "OTEL_RESOURCE_ATTRIBUTES"
+    if len(environ.get(name, "")) > RESOURCE_LIMIT:
+        _warn(name, environ[name][:40] + "…", f"at most {RESOURCE_LIMIT} characters", "none")
+        environ = {k: v for k, v in environ.items() if k != name}
     for item in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
         key, equals, value = item.partition("=")
         if key.strip() and equals:
             attributes[key.strip()] = unquote(value.strip())
     if service := environ.get("OTEL_SERVICE_NAME", "").strip():
         attributes["service.name"] = service
-    return attributes
+    # A variable may hold any bytes; what cannot be text becomes question marks.
+    return {k: v.encode("utf-8", "replace").decode() for k, v in attributes.items()}
+
+
+def _path(text: str) -> Path:
+    """Absolute: the agent is to find it wherever it runs."""
+    return Path(text).expanduser().absolute()
 
 
 def _names(environ: Mapping[str, str], name: str) -> set[str]:
@@ -147,7 +158,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         enabled=_switch(environ, "LLMOBS_ENABLED", True)
         and environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
         and not _names(environ, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS") & {"llmobs", "*"},
-        run_base=Path(run_base) if run_base else default_run_base(),
+        run_base=_path(run_base) if run_base else default_run_base(),
         ring_bytes=_number(
             environ,
             "LLMOBS_RING_BYTES",
@@ -155,7 +166,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             "a number of bytes from 4096 to 1073741824",
             lambda n: 4096 <= n <= 1024 * MIB,
         ),
-        agent=Path(agent) if agent else None,
+        agent=_path(agent) if agent else None,
         host=environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "").strip() or "localhost",
         port=_number(
             environ,

@@ -94,3 +94,35 @@ def test_a_bad_value(
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         read_settings({}).port = 1  # type: ignore[misc]
+
+
+def test_relative_folders_are_made_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent and the server's other processes may run elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    found = read_settings({"LLMOBS_RUN_DIR": "run/here", "LLMOBS_AGENT": "~/agent"})
+    assert found.run_base == tmp_path / "run/here"
+    assert found.agent == Path.home() / "agent"
+
+
+def test_a_resource_is_always_text_and_never_too_much(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_settings({"OTEL_SERVICE_NAME": "a\udcffb"}).resource == {"service.name": "a?b"}
+    large = read_settings({"OTEL_RESOURCE_ATTRIBUTES": "k=" + "x" * 5000, "OTEL_SERVICE_NAME": "s"})
+    assert large.resource == {"service.name": "s"}
+    assert "OTEL_RESOURCE_ATTRIBUTES" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [("", 0.01), ("slo", 0.01), ("ALWAYS", 1.0), ("off", None), ("0.05", 0.05), ("0", 0.0)],
+)
+def test_trace_sampling(value: str, share: float | None) -> None:
+    assert read_settings({"LLMOBS_TRACE_SAMPLING": value}).trace_share == share
+
+
+@pytest.mark.parametrize("value", ["2", "-0.1", "nan", "often"])
+def test_trace_sampling_that_is_none(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_settings({"LLMOBS_TRACE_SAMPLING": value}).trace_share == 0.01
+    assert "LLMOBS_TRACE_SAMPLING" in caplog.text
+    assert "slo, always, off or a share from 0 to 1" in caplog.text

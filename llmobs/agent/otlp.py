@@ -3,14 +3,13 @@
 import logging
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import (
@@ -48,10 +47,8 @@ def protocol(signal: str) -> str:
     return GRPC
 
 
-def span_exporter(name: str) -> SpanExporter:
-    """The exporter of that name. Raises UnusableExporter."""
-    if name == "console":
-        return ConsoleSpanExporter()
+def span_exporter() -> SpanExporter:
+    """The OTLP exporter that OpenTelemetry's variables describe. Raises UnusableExporter."""
     try:
         if protocol("TRACES") == HTTP:
             from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
@@ -143,10 +140,9 @@ class OtlpSink:
     """Exports through one exporter. `say` is told once when spans do not arrive, and once when they
     do again."""
 
-    def __init__(self, name: str, say: Any) -> None:
-        self.name = name
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
-        self.exporter: SpanExporter | None = span_exporter(name)
+        self.exporter: SpanExporter | None = span_exporter()
         self.failing = False
         self._servers: dict[tuple[tuple[str, str], ...], _Server] = {}
         self._reason = LastError()
@@ -155,15 +151,11 @@ class OtlpSink:
 
     def export(self, kept: list[Kept]) -> bool:
         """Blocks for the exporter's own timeout at most (OTEL_EXPORTER_OTLP_TIMEOUT)."""
-        spans: list[ReadableSpan] = []
-        for one in kept:
-            key = tuple(sorted(one.resource.items()))
-            server = self._servers.get(key)
-            if server is None:
-                server = self._servers[key] = _Server(one.resource)
-            server.record(one.tree, one.request.trace)
-            spans += server.collected.take()
-        arrived = self._export(spans)
+        try:
+            arrived = self._export(self._recorded(kept))
+        except Exception as error:  # limits that are no numbers (OTEL_SPAN_EVENT_COUNT_LIMIT=x)
+            self._reason.text = f"{type(error).__name__}: {error}"
+            arrived = False
         if arrived == self.failing:
             self.failing = not arrived
             self.say(
@@ -174,10 +166,21 @@ class OtlpSink:
             )
         return arrived
 
+    def _recorded(self, kept: list[Kept]) -> list[ReadableSpan]:
+        spans: list[ReadableSpan] = []
+        for one in kept:
+            key = tuple(sorted(one.resource.items()))
+            server = self._servers.get(key)
+            if server is None:
+                server = self._servers[key] = _Server(one.resource)
+            server.record(one.tree, one.request.trace)
+            spans += server.collected.take()
+        return spans
+
     def _export(self, spans: Sequence[ReadableSpan]) -> bool:
         try:
             if self.exporter is None:
-                self.exporter = span_exporter(self.name)
+                self.exporter = span_exporter()
             if self.exporter.export(spans) is SpanExportResult.SUCCESS:
                 return True
         except Exception as error:

@@ -85,10 +85,10 @@ class OtlpMetrics:
 
     def export(self) -> None:
         """Send all figures as they stand. A failure is said once, and once that it is over."""
-        self.run.poll()
-        with self.run.lock:
-            data = self.data()
         try:
+            self.run.poll()
+            with self.run.lock:
+                data = self.data()
             arrived = self.exporter.export(data) is MetricExportResult.SUCCESS
         except Exception as error:
             self._reason.text, arrived = f"{type(error).__name__}: {error}", False
@@ -212,6 +212,10 @@ def _about(labels: dict[str, str], operations: dict[str, str]) -> dict[str, str]
 
 def _interval() -> float:
     try:
-        return max(float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000")), 100.0) / 1000
+        milliseconds = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000"))
     except ValueError:
-        return 60.0
+        milliseconds = 0.0
+    if 100 <= milliseconds <= 86_400_000:
+        return milliseconds / 1000
+    log.warning("OTEL_METRIC_EXPORT_INTERVAL is no time from 100 to 86400000 ms; using 60000")
+    return 60.0

@@ -1,16 +1,19 @@
 """The agent's HTTP page: Prometheus text or OpenMetrics on /metrics, finished requests as JSON."""
 
 import errno
+import gzip
 import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http.server import ThreadingHTTPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from llmobs.agent.collect import RunCollector
 from llmobs.agent.run import Run
@@ -19,6 +22,7 @@ from llmobs.metrics import PHASES
 log = logging.getLogger("llmobs.agent")
 
 PORTS_TRIED = 100
+FRESH_SECONDS = 0.25
 
 
 class _Server(ThreadingHTTPServer, WSGIServer):
@@ -27,25 +31,52 @@ class _Server(ThreadingHTTPServer, WSGIServer):
     daemon_threads = True
     # SO_REUSEPORT and the like would let two servers share a port without a word.
     allow_reuse_address = True
+    request_queue_size = 64
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = 10
+    """Seconds that a client may be silent."""
+
     def log_message(self, *_: Any) -> None:
         pass
 
 
+class _Rendered:
+    """The metrics in one format, rendered a few times a second at most however many scrape: the
+    agent's CPU is the server's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._lock = threading.Lock()
+        self._cache: dict[tuple[str, bool], tuple[float, bytes]] = {}
+
+    def answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        encode, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        zipped = "gzip" in environ.get("HTTP_ACCEPT_ENCODING", "")
+        with self._lock:
+            made, body = self._cache.get((content_type, zipped), (-FRESH_SECONDS, b""))
+            if time.monotonic() - made >= FRESH_SECONDS:
+                body = encode(self.registry)
+                body = gzip.compress(body, 1) if zipped else body
+                self._cache[content_type, zipped] = time.monotonic(), body
+        headers = [("Content-Type", content_type)]
+        headers += [("Content-Encoding", "gzip")] if zipped else []
+        start_response("200 OK", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
 def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
-    text: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
     families = CollectorRegistry()
     families.register(RunCollector(run, openmetrics=True))
-    openmetrics: Callable[..., Iterable[bytes]] = make_wsgi_app(families)
+    text, openmetrics = _Rendered(registry), _Rendered(families)
 
     def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO")
         if path == "/metrics":
             wanted = environ.get("HTTP_ACCEPT", "")
             metrics = openmetrics if "application/openmetrics-text" in wanted else text
-            return metrics(environ, start_response)
+            return metrics.answer(environ, start_response)
         if path == "/requests":
             run.poll()
             with run.lock:

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from typing import Protocol
 from llmobs.agent.request import Request
 from llmobs.agent.spans import Span, span_tree
 from llmobs.metrics import DROP_REASONS
+
+log = logging.getLogger("llmobs.agent")
 
 REQUESTS_PER_SECOND = 50.0
 QUEUE_LIMIT = 1000
@@ -76,8 +79,13 @@ class Traces:
         while self._settling and (at_least > 0 or now - self._settling[0][0] >= SETTLE_SECONDS):
             at_least -= 1
             _, request, model, resource, reasons = self._settling.popleft()
-            request.trace.identify()
-            tree = span_tree(request, model, reasons)
+            try:
+                request.trace.identify()
+                tree = span_tree(request, model, reasons)
+            except Exception:
+                log.exception("a request's spans could not be made")
+                self.dropped["export_failed"] += 1
+                continue
             seconds = (request.end - request.arrival) / 1e9
             kept = Kept((request.pinned, seconds, next(self._count)), tree, request, resource)
             heapq.heappush(self._heap, kept)
@@ -115,7 +123,11 @@ class Traces:
 
     def _export(self, taken: list[Kept]) -> None:
         spans = sum(len(kept.tree) for kept in taken)
-        arrived = self.sink.export(taken)
+        try:
+            arrived = self.sink.export(taken)
+        except Exception:
+            log.exception("spans could not be exported")
+            arrived = False
         with self.lock:
             self.dropped["export_failed"] += 0 if arrived else spans
 

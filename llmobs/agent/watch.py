@@ -79,7 +79,7 @@ def watch(folder: Path, stay: bool = False) -> int:
             busy = 0
         now = time.monotonic()
         if stay:
-            pass
+            prune_rings(run)
         elif run.sources and not run.alive():
             gone_since = gone_since or now
             if now - gone_since > LINGER_SECONDS:
@@ -107,7 +107,7 @@ def start_traces(
     try:
         from llmobs.agent.otlp import OtlpSink
 
-        sink = OtlpSink(settings.traces_exporter, say)
+        sink = OtlpSink(say)
     except ImportError as error:
         say(f"llmobs: no traces, {error.name} is not installed: {INSTALL}")
         return None
@@ -160,8 +160,11 @@ def publish(run: Run, state: State, registry: CollectorRegistry, host: str, port
         # In a port of the server's own process OpenTelemetry's Prometheus exporter serves our
         # families too (see proxy.py): our own page is for it alone then.
         address, bound = serve(run, registry, "127.0.0.1" if ours else host, 0 if ours else port)
-    except OSError as error:
-        state.say(f"llmobs: no metrics page: {error}")
+    except (OSError, ValueError) as error:  # an impossible name is no OSError
+        state.say(
+            f"llmobs: no metrics page, {error}; OTEL_EXPORTER_PROMETHEUS_HOST={host!r} must be an "
+            "address of this machine"
+        )
         return
     shown = "localhost" if address in ("127.0.0.1", "::1") else address
     public = port if ours else bound
@@ -185,6 +188,16 @@ def publish(run: Run, state: State, registry: CollectorRegistry, host: str, port
 def target_file(folder: Path) -> Path:
     """This server's entry in the folder that Prometheus' file_sd may watch."""
     return folder.parent / "file_sd" / f"{folder.name}.json"
+
+
+def prune_rings(run: Run) -> None:
+    """In a folder that outlives its servers, remove the rings of dead processes but for the last;
+    what they counted is kept here."""
+    with run.lock:
+        dead = [source for source in run.sources.values() if source.drained]
+    for source in dead[: -RUNS_KEPT * 3]:
+        with contextlib.suppress(OSError):
+            source.reader.path.unlink()
 
 
 def prune(folder: Path) -> None:

@@ -314,16 +314,18 @@ def test_a_taken_port_is_told(folder: Path, start: Any) -> None:
     assert said["joined"] is False
 
 
-def test_an_address_that_is_not_ours_is_told(folder: Path, start: Any) -> None:
+@pytest.mark.parametrize("host", ["203.0.113.1", "foo..bar", "a" * 80, "no such name"])
+def test_an_address_that_is_not_ours_is_told(folder: Path, start: Any, host: str) -> None:
     server(start, folder)
-    watching = agent(start, folder, OTEL_EXPORTER_PROMETHEUS_HOST="203.0.113.1")
+    watching = agent(start, folder, OTEL_EXPORTER_PROMETHEUS_HOST=host)
     notice = until(
         lambda: (
             (folder / "agent.json").exists()
             and json.loads((folder / "agent.json").read_text())["notices"][0]
         )
     )
-    assert notice.startswith("llmobs: no metrics page: ")
+    assert notice.startswith("llmobs: no metrics page, ")
+    assert f"OTEL_EXPORTER_PROMETHEUS_HOST={host!r}" in notice
     assert watching.poll() is None
 
 

@@ -41,7 +41,7 @@ def kept(trace: TraceContext | None = None, resource: dict[str, str] | None = No
 
 
 def sink(said: list[str]) -> OtlpSink:
-    return OtlpSink("otlp", said.append)
+    return OtlpSink(said.append)
 
 
 def test_a_tree_arrives_with_the_ids_it_was_promised(
@@ -145,4 +145,18 @@ def test_settings_that_no_exporter_can_be_made_of_are_named(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon")
     with pytest.raises(UnusableExporter, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='carrier-pigeon'.*"):
-        span_exporter("otlp")
+        span_exporter()
+
+
+def test_a_limit_that_is_no_number_is_said_and_kills_nothing(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.http_url)
+    monkeypatch.setenv("OTEL_SPAN_EVENT_COUNT_LIMIT", "abc")
+    said: list[str] = []
+    exporting = sink(said)
+    assert not exporting.export([kept()])
+    assert not exporting.export([kept()])
+    assert len(said) == 1
+    assert "OTEL_SPAN_EVENT_COUNT_LIMIT" in said[0]
