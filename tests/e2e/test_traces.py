@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -396,3 +398,27 @@ def test_one_trace_per_request_with_vllms_own_tracing_on(trace: Open, fastapi: b
             assert root.parent == ("b7ad6b7169203331" if root.trace == TRACE else "")
     for span in own:
         assert span.parent in ids or span.parent == "b7ad6b7169203331"
+
+
+def test_requests_that_die_with_the_engine_are_told_as_errors(trace: Open) -> None:
+    """Under the default sampling: what failed is always kept."""
+    run = trace()
+
+    async def crash() -> list[Any]:
+        async with open_session() as session:
+            asks = [ask(50, 20000, n)(session, run.server.url) for n in range(4)]
+            tasks = [asyncio.create_task(one) for one in asks]
+            await asyncio.sleep(1.5)
+            for pid in run.server.pids("engine_core"):
+                os.kill(pid, signal.SIGKILL)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    outcomes = asyncio.run(crash())
+    assert len(outcomes) == 4
+    roots = run.roots(4, 30)
+    for root in roots:
+        check_tree(root)
+        assert root.attributes["llm.outcome"] == "error"
+        assert "error" in root.attributes["llm.kept_because"]
+        assert root.status == 2  # ERROR
+        assert root.children[-1].name == "llm.decode"  # where it was then
