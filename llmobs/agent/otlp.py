@@ -1,9 +1,11 @@
 """Span trees through OpenTelemetry's SDK and exporters, configured by OpenTelemetry's variables."""
 
+import importlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -47,22 +49,25 @@ def protocol(signal: str) -> str:
     return GRPC
 
 
-def span_exporter() -> SpanExporter:
-    """The OTLP exporter that OpenTelemetry's variables describe. Raises UnusableExporter."""
+def otlp_exporter(signal: str, module: str, name: str) -> Any:
+    """The OTLP exporter of a signal that OpenTelemetry's variables describe. Raises
+    UnusableExporter."""
+    transport = "http" if protocol(signal) == HTTP else "grpc"
     try:
-        if protocol("TRACES") == HTTP:
-            from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
-
-            return http.OTLPSpanExporter()
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
-
-        return grpc.OTLPSpanExporter()
+        found = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{transport}.{module}")
+        return getattr(found, name)()
     except ImportError as error:
         raise UnusableExporter(
             f"{error.name} is not installed: pip install opentelemetry-exporter-otlp"
         ) from error
-    except Exception as error:  # certificates that cannot be read, an endpoint that is no URL
+    except Exception as error:  # an endpoint that is no URL, a timeout that is no number
         raise UnusableExporter(f"{type(error).__name__}: {error}") from error
+
+
+def span_exporter() -> SpanExporter:
+    """The exporter of spans. Raises UnusableExporter."""
+    exporter: SpanExporter = otlp_exporter("TRACES", "trace_exporter", "OTLPSpanExporter")
+    return exporter
 
 
 class _Ids(IdGenerator):

@@ -27,7 +27,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from llmobs import __version__
 from llmobs.agent.collect import RunCollector
-from llmobs.agent.otlp import HTTP, LastError, UnusableExporter, protocol
+from llmobs.agent.otlp import LastError, otlp_exporter
 from llmobs.agent.run import Run
 from llmobs.agent.store import Histogram as Kept
 from llmobs.metrics import METRICS, Type
@@ -43,31 +43,15 @@ DURATION = ("gen_ai.server.request.duration", "s", "Duration of a request")
 USAGE = ("gen_ai.client.token.usage", "{token}", "Number of input and output tokens used")
 
 
-def metric_exporter() -> MetricExporter:
-    """The OTLP exporter that OpenTelemetry's variables describe. Raises UnusableExporter."""
-    try:
-        if protocol("METRICS") == HTTP:
-            from opentelemetry.exporter.otlp.proto.http import metric_exporter as http
-
-            return http.OTLPMetricExporter()
-        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc
-
-        return grpc.OTLPMetricExporter()
-    except ImportError as error:
-        raise UnusableExporter(
-            f"{error.name} is not installed: pip install opentelemetry-exporter-otlp"
-        ) from error
-    except Exception as error:
-        raise UnusableExporter(f"{type(error).__name__}: {error}") from error
-
-
 class OtlpMetrics:
     """Exports every OTEL_METRIC_EXPORT_INTERVAL milliseconds (default 60,000), and at the end."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self.run = run
         self.say = say
-        self.exporter = metric_exporter()
+        self.exporter: MetricExporter = otlp_exporter(
+            "METRICS", "metric_exporter", "OTLPMetricExporter"
+        )
         self.interval = _interval()
         self.began = time.time_ns()
         self.failing = False
