@@ -170,7 +170,7 @@ class VllmServer:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 title = " ".join(process.cmdline()).strip()
-            except psutil.NoSuchProcess:
+            except psutil.Error:  # it ended meanwhile (a zombie has no command)
                 continue
             found.append(ServerProcess(process.pid, _role(title), title))
         if not any(process.role == "api_server" for process in found):

@@ -62,16 +62,9 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Open]:
 def _agents(runs: Path) -> list[int]:
     return [
         process.pid
-        for process in psutil.process_iter()
-        if "llmobs.agent" in (line := _command(process)) and str(runs) in line
+        for process in psutil.process_iter(["cmdline"])
+        if "llmobs.agent" in (line := " ".join(process.info["cmdline"] or ())) and str(runs) in line
     ]
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def vllm_by_name(folder: Path) -> str:
