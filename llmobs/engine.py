@@ -88,6 +88,8 @@ class Engine:
 
     def __init__(self, ring: Writer, several_tokens: bool) -> None:
         self.ring = ring
+        self.front_end: bool | None = None
+        """Whether an observed front end sends the requests; None until the first one came."""
         self.several_tokens = several_tokens
         self.sequences: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
@@ -161,7 +163,7 @@ class Engine:
         flags = 0
         if params is None:
             flags = Flag.POOLING
-        elif is_cut(params):
+        elif is_cut(params) and self.front_end is not False:
             flags = Flag.CUT
         lora = request.lora_request
         model = process.current().model(lora.lora_name if lora is not None else None)
@@ -469,6 +471,10 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     state.open("engine_core", str(model.served_model_name), engine=engine)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
+    if _rust(vllm_config.parallel_config):
+        state.lacks("front_end", "foreign_frontend")
+    if vllm_config.parallel_config.distributed_executor_backend == "ray":
+        state.lacks("worker", "ray")
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)
@@ -478,9 +484,24 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
         ENGINE = Engine(state.ring, several)
 
 
+def _rust(parallel_config: Any) -> bool:
+    """Whether vLLM's Rust front end is used: asked for, and this is the configuration of the
+    launcher, which alone takes notice of that variable."""
+    from vllm import envs
+
+    launcher = getattr(parallel_config, "_api_process_rank", 0) == -1
+    return launcher and bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
-    if ENGINE is not None:
-        ENGINE.join(request)
+    if ENGINE is None:
+        return
+    if ENGINE.front_end is None:
+        state = process.current()
+        ENGINE.front_end = state.has_front_end()
+        if not ENGINE.front_end:
+            state.lacks("front_end", "foreign_frontend")
+    ENGINE.join(request)
 
 
 def schedule_starts(scheduler: Any) -> int:

@@ -343,6 +343,8 @@ def starts(instance: Any, vllm_config: Any) -> None:
     state.vllm_traces = traces is not None
     model = str(vllm_config.model_config.served_model_name)
     state.open("api_server", model, vllm=vllm.__version__)
+    if "smg_grpc_servicer" in sys.modules:  # imported by vLLM's gRPC server alone
+        state.lacks("http_edge", "grpc")
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llmobs import __version__, schema
+from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
-from llmobs.ring import SUFFIX, Writer, start_ticks
+from llmobs.ring import SUFFIX, Reader, RingError, Writer, start_ticks
 from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, Settings, read_settings
 
 log = logging.getLogger("llmobs")
@@ -41,6 +42,8 @@ class Process:
         self.roles: list[str] = []
         self.probes: dict[str, int] = {}
         self.extra: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
+        """Features that this process knows to be unavailable, with the reason."""
         self.vllm_traces = False
         """Whether vLLM's own tracing is on."""
         self.probe_numbers: dict[str, int] = {}
@@ -107,6 +110,7 @@ class Process:
             "models": self.models,
             "probes": self.probes,
             "probe_numbers": self.probe_numbers,
+            "missing": self.missing,
             **self.extra,
         }
 
@@ -114,6 +118,30 @@ class Process:
         """Bring the header up to date. Called where something in it changed, never per request."""
         if self.ring is not None:
             self.ring.write_info(self._info())
+
+    def lacks(self, feature: str, reason: str) -> None:
+        """Say, here and on the page, that something cannot be told of this server."""
+        if feature not in self.missing:
+            self.missing[feature] = reason
+            log.warning("llmobs: no %s here: %s", feature, MEANING[feature, reason])
+            self.write_info()
+
+    def has_front_end(self) -> bool:
+        """Whether some front end of this server is observed. It is so before it can send anything:
+        its ring is made first."""
+        if self.ring is None or "api_server" in self.roles:
+            return True
+        mine = self._info()["server"]
+        for path in self.ring.path.parent.glob(f"api_server-*{SUFFIX}"):
+            try:
+                reader = Reader(path)
+            except RingError:
+                continue
+            server = reader.info().get("server", mine)  # missing while it is being rewritten
+            reader.close()
+            if server == mine:
+                return True
+        return False
 
     def model(self, adapter: str | None) -> int:
         """The block of cells for an adapter (None: the served model itself)."""
@@ -191,9 +219,9 @@ def _watch(process: Process, folder: Path) -> None:
     """Keep an agent alive as long as this process lives, and say once where the metrics are."""
     said: list[str] = []
     stamp = folder / "agent.started"
-    speaker = process.roles[0] == "api_server"
     starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
+        speaker = process.roles[0] == "api_server" or "front_end" in process.missing
         try:
             if not folder.exists():
                 log.warning("llmobs: off in this process, its run folder %s was removed", folder)

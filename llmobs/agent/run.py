@@ -149,6 +149,7 @@ class Run:
                 self.requests.default_engine = min(name for _, name in self.engines)
                 self.requests.several_engines = len(self.engines) > 1
             source.engine = engine
+            engine.front_end = "front_end" not in info.get("missing", {})
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
         for model in models:
@@ -261,6 +262,7 @@ class Run:
 def described(info: dict[str, Any]) -> bool:
     """Whether a header says what the rest relies on."""
     roles, models, probes = info.get("roles"), info.get("models"), info.get("probes", {})
+    missing = info.get("missing", {})
     return (
         isinstance(roles, list)
         and bool(roles)
@@ -270,4 +272,6 @@ def described(info: dict[str, Any]) -> bool:
         and all(isinstance(model, str) for model in models)
         and isinstance(probes, dict)
         and all(type(attached) is int for attached in probes.values())
+        and isinstance(missing, dict)
+        and all(isinstance(reason, str) for reason in missing.values())
     )
