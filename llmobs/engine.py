@@ -473,8 +473,10 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     ENGINE = None
     if _rust(vllm_config.parallel_config):
         state.lacks("front_end", "foreign_frontend")
-    if vllm_config.parallel_config.distributed_executor_backend == "ray":
-        state.lacks("worker", "ray")
+    if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
+        "worker"
+    ):
+        state.lacks("worker", "ray")  # they were made before the scheduler
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)
@@ -498,7 +500,7 @@ def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
         return
     if ENGINE.front_end is None:
         state = process.current()
-        ENGINE.front_end = state.has_front_end()
+        ENGINE.front_end = state.sees("api_server")  # its ring was there before it sent anything
         if not ENGINE.front_end:
             state.lacks("front_end", "foreign_frontend")
     ENGINE.join(request)

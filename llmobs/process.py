@@ -126,13 +126,12 @@ class Process:
             log.warning("llmobs: no %s here: %s", feature, MEANING[feature, reason])
             self.write_info()
 
-    def has_front_end(self) -> bool:
-        """Whether some front end of this server is observed. It is so before it can send anything:
-        its ring is made first."""
-        if self.ring is None or "api_server" in self.roles:
+    def sees(self, role: str) -> bool:
+        """Whether some process of this server with that role is observed, by its ring."""
+        if self.ring is None or role in self.roles:
             return True
         mine = self._info()["server"]
-        for path in self.ring.path.parent.glob(f"api_server-*{SUFFIX}"):
+        for path in self.ring.path.parent.glob(f"{role}-*{SUFFIX}"):
             try:
                 reader = Reader(path)
             except RingError:
@@ -160,6 +159,11 @@ class Process:
         number = self.probe_numbers.get(probe)
         if self.ring is not None and number is not None:
             self.ring.cells[schema.GUARD_CELL + number] += failures
+
+
+def is_first() -> bool:
+    """Whether this process is the first of its server, as far as it knows."""
+    return Path(os.environ.get(SERVER_RUN, "")).name.partition("-")[0] == str(os.getpid())
 
 
 def mark_server() -> None:

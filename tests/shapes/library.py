@@ -63,6 +63,7 @@ def use_llm(options: dict[str, Any]) -> Any:
 
 async def use_async_llm(options: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
@@ -93,7 +94,7 @@ async def use_async_llm(options: dict[str, Any]) -> Any:
                 {"prompt_token_ids": ids}, SamplingParams(max_tokens=5), name
             ):
                 pass
-        except ValueError:
+        except (ValueError, VLLMClientError):
             tell(0, 0, "rejected")
 
     await asyncio.gather(*(whole(*pair, f"whole-{i}") for i, pair in enumerate(asked())))
