@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench clean debian
+.PHONY: demo test shapes lint docs bench clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -27,6 +27,10 @@ demo: $(READY)
 
 test: $(READY) debian lint
 	$(BIN)/python -m pytest
+
+# Every shape in which vLLM runs; the table in docs/reliability.md is its result.
+shapes: $(READY)
+	$(BIN)/python -m tests.shapes
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -9,7 +9,6 @@ from llmobs import process, worker
 from llmobs.ring import Reader
 from tests.rings import read_all
 
-
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name="m"),
     parallel_config=SimpleNamespace(data_parallel_rank=2),

@@ -1,9 +1,11 @@
-"""Runs all shapes, each by itself, and writes what came of them into docs/reliability.md.
+"""Runs the shapes, each by itself, and writes what came of them into docs/reliability.md.
 
-`--under COMMAND` goes before each, such as `flock FILE` where several share a machine.
+`--only NAME` runs some of them again; the others' results are kept in .shapes.json. `--under
+COMMAND` goes before each, such as `flock FILE` where several share a machine.
 """
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -14,19 +16,27 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+from demo.vllm_server import ROOT
 from tests.reliability import write_section
 from tests.shapes.table import SHAPES, Shape
 
 TESTS = "tests/shapes/test_shapes.py"
 HEADER = ("shape", "started as", "environment", "processes", "requests", "result")
 EXACT = "exact"
+RESULTS = ROOT / ".shapes.json"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.shapes", description=__doc__)
+    parser.add_argument("--only", action="append", choices=[s.name for s in SHAPES], metavar="NAME")
     parser.add_argument("--under", default="", type=shlex.split, metavar="COMMAND")
-    under = parser.parse_args().under
-    rows = [(*about(shape), *run(shape, under)) for shape in SHAPES]
+    options = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if options.only else {}
+    for shape in SHAPES:
+        if not options.only or shape.name in options.only:
+            results[shape.name] = run(shape, options.under)
+            RESULTS.write_text(json.dumps(results))
+    rows = [(*about(shape), *results.get(shape.name, ("", "not run"))) for shape in SHAPES]
     exact = sum(row[-1] == EXACT for row in rows)
     intro = (
         f"By `make shapes` on {datetime.now(UTC):%Y-%m-%d}: {exact} of {len(rows)} exact. vLLM "
