@@ -343,7 +343,8 @@ def starts(instance: Any, vllm_config: Any) -> None:
     state.vllm_traces = traces is not None
     model = str(vllm_config.model_config.served_model_name)
     state.open("api_server", model, vllm=vllm.__version__)
-    if "smg_grpc_servicer" in sys.modules:  # imported by vLLM's gRPC server alone
+    # Only vLLM's gRPC server imports this module (the package is in every process, as a plugin).
+    if "smg_grpc_servicer.vllm.servicer" in sys.modules:
         state.lacks("http_edge", "grpc")
 
 
