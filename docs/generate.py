@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from llmobs.features import FEATURES
+from llmobs.features import FEATURES, MEANING
 from llmobs.metrics import METRICS, OPEN, Exactness, Type
 from llmobs.slo import SLO
 
@@ -60,9 +60,9 @@ def table() -> str:
         "| --- | --- | --- | --- |\n"
     )
     lines += [
-        f"| `{feature.name}` | {feature.tells} | `{reason}` | {why} |\n"
+        f"| `{feature.name}` | {feature.tells} | `{reason}` | {MEANING[reason]} |\n"
         for feature in FEATURES
-        for reason, why in feature.reasons.items()
+        for reason in feature.reasons
     ]
     lines.append("\n## Targets\n\n| context | first token | longest gap |\n| --- | --- | --- |\n")
     lines += [

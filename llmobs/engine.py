@@ -472,11 +472,11 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
     if _rust(vllm_config.parallel_config):
-        state.lacks("front_end", "foreign_frontend")
+        state.lacks("foreign_frontend", "front_end", "http_edge")
     if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
         "worker"
     ):
-        state.lacks("worker", "ray")  # they were made before the scheduler
+        state.lacks("ray", "worker")  # they were made before the scheduler
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)
@@ -502,7 +502,7 @@ def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
         state = process.current()
         ENGINE.front_end = state.sees("api_server")  # its ring was there before it sent anything
         if not ENGINE.front_end:
-            state.lacks("front_end", "foreign_frontend")
+            state.lacks("foreign_frontend", "front_end", "http_edge")
     ENGINE.join(request)
 
 

@@ -9,38 +9,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """`reasons` are the values of the label, each with its meaning for a person."""
+    """What it tells, and the reasons that can keep it from that."""
 
     name: str
     tells: str
-    reasons: dict[str, str]
+    reasons: tuple[str, ...]
 
+
+MEANING = {
+    "foreign_frontend": "requests come to the engine from a front end that llmobs does not see "
+    "(vLLM's Rust front end, one on another host, one of a program's own); the engine's steps, "
+    "queue and tokens are told all the same",
+    "grpc": "requests come over vLLM's gRPC server: they are told from their hand-over to the "
+    "engine on, and those refused before are not",
+    "ray": "the workers are actors that Ray starts by itself, maybe on another host: nothing is "
+    "told of them",
+}
+"""The values of the label `reason`, for a person."""
 
 FEATURES = (
     Feature(
         "front_end",
-        "requests: their outcomes, phases, first tokens and lengths",
-        {
-            "foreign_frontend": "requests come to the engine from a front end that llmobs does not "
-            "see (vLLM's Rust front end, one on another host, one of a program's own); steps, "
-            "queue and tokens of the engine are told all the same"
-        },
+        "requests: outcomes, phases, first tokens, lengths",
+        ("foreign_frontend",),
     ),
     Feature(
         "http_edge",
-        "arrival, status and delivery as the server of requests sees them",
-        {
-            "grpc": "requests come over vLLM's gRPC server: they are told from their hand-over to "
-            "the engine on, and those refused before are not"
-        },
+        "the arrival of requests, their status and delivery, as the HTTP server sees them",
+        ("foreign_frontend", "grpc"),
     ),
-    Feature(
-        "worker",
-        "forward and sampling times",
-        {
-            "ray": "the workers are Ray's actors, which Ray starts by itself, maybe on another "
-            "host: nothing is told of them"
-        },
-    ),
+    Feature("worker", "forward and sampling times", ("ray",)),
 )
-MEANING = {(f.name, reason): text for f in FEATURES for reason, text in f.reasons.items()}

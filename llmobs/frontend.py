@@ -345,7 +345,7 @@ def starts(instance: Any, vllm_config: Any) -> None:
     state.open("api_server", model, vllm=vllm.__version__)
     # Only vLLM's gRPC server imports this module (the package is in every process, as a plugin).
     if "smg_grpc_servicer.vllm.servicer" in sys.modules:
-        state.lacks("http_edge", "grpc")
+        state.lacks("grpc", "http_edge")
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:

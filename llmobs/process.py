@@ -119,11 +119,11 @@ class Process:
         if self.ring is not None:
             self.ring.write_info(self._info())
 
-    def lacks(self, feature: str, reason: str) -> None:
+    def lacks(self, reason: str, *features: str) -> None:
         """Say, here and on the page, that something cannot be told of this server."""
-        if feature not in self.missing:
-            self.missing[feature] = reason
-            log.warning("llmobs: no %s here: %s", feature, MEANING[feature, reason])
+        if features[0] not in self.missing:
+            self.missing |= dict.fromkeys(features, reason)
+            log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
             self.write_info()
 
     def sees(self, role: str) -> bool:

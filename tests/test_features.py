@@ -10,7 +10,7 @@ import pytest
 from llmobs import engine, process
 from llmobs.agent.collect import RunCollector
 from llmobs.agent.run import Run
-from llmobs.features import FEATURES
+from llmobs.features import FEATURES, MEANING
 from llmobs.metrics import BY_NAME
 from llmobs.process import current, mark_server
 from llmobs.ring import Reader, Writer
@@ -20,6 +20,7 @@ from tests.rings import ENGINE, FRONT, new_ring
 NAME = "llmobs_feature_available"
 MODEL = "deepseek-v4"
 JOIN, LEAVE, CUT = 16, 22, 1
+FOREIGN = {"front_end": "foreign_frontend", "http_edge": "foreign_frontend"}
 
 
 @pytest.fixture
@@ -70,9 +71,11 @@ def test_the_vocabulary() -> None:
     assert BY_NAME[NAME].labels["feature"] == ("front_end", "http_edge", "worker")
     assert {(f.name, reason) for f in FEATURES for reason in f.reasons} == {
         ("front_end", "foreign_frontend"),
+        ("http_edge", "foreign_frontend"),
         ("http_edge", "grpc"),
         ("worker", "ray"),
     }
+    assert set(MEANING) == {"foreign_frontend", "grpc", "ray"}
 
 
 def test_requests_of_an_observed_front_end(base: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +96,7 @@ def test_requests_of_a_foreign_front_end(
     assert current().missing == {}, "nothing has come yet, so nothing is known"
     # Nobody but the engine core will count their tokens.
     assert [joined("one", "cut"), joined("two", "plain")] == [0, 0]
-    assert Reader(current().ring.path).info()["missing"] == {"front_end": "foreign_frontend"}
+    assert Reader(current().ring.path).info()["missing"] == FOREIGN
     (said,) = caplog.records
     assert "front end that llmobs does not see" in said.getMessage()
 
@@ -109,7 +112,7 @@ def test_an_engine_in_the_front_ends_own_process(base: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "rank", "missing"),
     [
-        ("1", -1, {"front_end": "foreign_frontend"}),  # the launcher's configuration
+        ("1", -1, FOREIGN),  # the launcher's configuration
         ("1", 0, {}),  # the variable is set, but this way to start vLLM ignores it
         ("0", -1, {}),  # several API servers
     ],
@@ -138,11 +141,11 @@ def samples(run: Run) -> dict[tuple[str, str, str], float]:
 
 def test_the_page_says_why(tmp_path: Path) -> None:
     new_ring(tmp_path, FRONT | {"missing": {"http_edge": "grpc"}})
-    new_ring(tmp_path, ENGINE)
+    new_ring(tmp_path, ENGINE | {"missing": {"worker": "ray"}})
     assert samples(Run(tmp_path)) == {
         (MODEL, "front_end", ""): 1,
         (MODEL, "http_edge", "grpc"): 0,
-        (MODEL, "worker", ""): 1,
+        (MODEL, "worker", "ray"): 0,
     }
 
 

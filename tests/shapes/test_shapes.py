@@ -310,6 +310,8 @@ def check_foreign(page: Page, calls: list[Call]) -> None:
             figures.total(name)
     said = figures.by("reason", "llmobs_feature_available", feature="front_end")
     assert said == {"foreign_frontend": 0}
+    said = figures.by("reason", "llmobs_feature_available", feature="http_edge")
+    assert said == {"foreign_frontend": 0}
     assert figures.by("reason", "llmobs_feature_available", feature="worker") == {"": 1}
 
 
