@@ -5,6 +5,7 @@ Everything here is O(changes) per step: in steady decode a step is one record, w
 
 import itertools
 import math
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -468,7 +469,8 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     engine = getattr(vllm_config.parallel_config, "data_parallel_index", None)
     if engine is None:
         engine = vllm_config.parallel_config.data_parallel_rank
-    state.open("engine_core", str(model.served_model_name), engine=engine)
+    version = getattr(sys.modules.get("vllm"), "__version__", "")
+    state.open("engine_core", str(model.served_model_name), engine=engine, vllm=version)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
     if _rust(vllm_config.parallel_config):
@@ -489,10 +491,11 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
 def _rust(parallel_config: Any) -> bool:
     """Whether vLLM's Rust front end is used: asked for, and this is the configuration of the
     launcher, which alone takes notice of that variable."""
+    if getattr(parallel_config, "_api_process_rank", 0) != -1:
+        return False
     from vllm import envs
 
-    launcher = getattr(parallel_config, "_api_process_rank", 0) == -1
-    return launcher and bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:

@@ -84,7 +84,7 @@ def whole(url: str, models: list[str], seeds: Seeds, longest: int = 6000) -> Par
     return Part("whole", made, lambda session: send_all(session, sent, at_once=6))
 
 
-def cut_short(url: str, models: list[str], seeds: Seeds) -> Part:
+def cut_short(url: str, models: list[str], seeds: Seeds, refused: bool = True) -> Part:
     """Clients that leave while their answer comes, and requests that are refused."""
     made: dict[str, list[Call]] = {model: [] for model in models}
     for model, calls in made.items():
@@ -97,7 +97,7 @@ def cut_short(url: str, models: list[str], seeds: Seeds) -> Part:
                 *(completion, url, seeds.ids(length)), model=model, max_tokens=VERY_LONG, **leaving
             )
             calls.append(Call("0-1k", length, asked))
-    for stream in (True, False):
+    for stream in (True, False) if refused else ():
         some = {"max_tokens": 5, "stream": stream}
         made[models[0]] += [
             Call("unknown", 0, asked)

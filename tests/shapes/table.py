@@ -6,6 +6,7 @@ from demo.vllm_server import MODULE
 from tests.e2e.test_doors import SERVE
 
 ONE_EACH = {"api_server": 1, "engine_core": 1, "worker": 1}
+GRPC = ("-m", "vllm.entrypoints.launchers.grpc_server")
 NGRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
 STARVED = ("--num-gpu-blocks-override=24", "--no-enable-prefix-caching", "--max-model-len=2048")
 LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
@@ -19,7 +20,8 @@ class Shape:
     `EngineCore`: see library.py). `load` names what is sent (load.py). `processes` are the
     observed ones by role, `inside` says that one process has all roles. `as_asked` takes back what
     vLLM's CPU platform decides by itself: it forces spawn, and async scheduling off. `proof` must
-    stand in the log, else the shape was not what it says. `short` ones also run in `make test`.
+    stand in the log, else the shape was not what it says. EXTRAS in `env` is the folder of what
+    `make shapes` installs for these tests alone. `short` ones also run in `make test`.
     """
 
     name: str
@@ -89,6 +91,17 @@ SHAPES = (
     Shape("ngram speculation", MODULE, ("--speculative-config", NGRAM), load="repetitive"),
     Shape("pooling model", MODULE, ("--runner=pooling",), kind="embedding", load="pooling"),
     Shape("two servers on one host", MODULE, load="two servers"),
+    Shape(
+        *("vLLM's Rust front end", SERVE),
+        env={
+            "VLLM_USE_RUST_FRONTEND": "1",
+            "VLLM_RUST_FRONTEND_PATH": "EXTRAS/vllm/vllm-rs",
+        },
+        load="foreign",
+        processes={"engine_core": 1, "worker": 1},
+        vllm_counts=False,
+    ),
+    Shape("vLLM's gRPC server", GRPC, env={"PYTHONPATH": "EXTRAS"}, load="grpc", vllm_counts=False),
     Shape("LLM, spawned", "LLM", vllm_counts=False),
     Shape(
         *("LLM, forked", "LLM"),
