@@ -95,7 +95,7 @@ SHAPES = (
         *("vLLM's Rust front end", SERVE),
         env={
             "VLLM_USE_RUST_FRONTEND": "1",
-            "VLLM_RUST_FRONTEND_PATH": "EXTRAS/vllm/vllm-rs",
+            "VLLM_RUST_FRONTEND_PATH": "EXTRAS/vllm-rs",
         },
         load="foreign",
         processes={"engine_core": 1, "worker": 1},
