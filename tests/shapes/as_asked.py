@@ -29,7 +29,7 @@ def register() -> None:
             os.environ[METHOD] = method
 
     CpuPlatform.check_and_update_config = classmethod(as_asked)  # type: ignore[assignment]
-    CpuPlatform.ray_device_key = "CPU"
+    CpuPlatform.ray_device_key = "GPU"
 
 
 def installed(folder: Path) -> str:
