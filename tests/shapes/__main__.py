@@ -31,11 +31,12 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=[s.name for s in SHAPES], metavar="NAME")
     parser.add_argument("--under", default="", type=shlex.split, metavar="COMMAND")
     options = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if options.only else {}
+    if not options.only:
+        RESULTS.unlink(missing_ok=True)
     for shape in SHAPES:
         if not options.only or shape.name in options.only:
-            results[shape.name] = run(shape, options.under)
-            RESULTS.write_text(json.dumps(results))
+            keep(shape.name, run(shape, options.under))
+    results = kept()
     rows = [(*about(shape), *results.get(shape.name, ("", "not run"))) for shape in SHAPES]
     exact = sum(row[-1] == EXACT for row in rows)
     intro = (
@@ -50,6 +51,14 @@ def main() -> int:
     )
     write_section("Shapes", HEADER, rows, intro)
     return int(exact != len(rows))
+
+
+def kept() -> dict[str, list[str]]:
+    return dict(json.loads(RESULTS.read_text())) if RESULTS.exists() else {}
+
+
+def keep(name: str, result: tuple[str, str]) -> None:
+    RESULTS.write_text(json.dumps(kept() | {name: result}))
 
 
 def about(shape: Shape) -> tuple[str, str, str, str]:
@@ -75,7 +84,7 @@ def run(shape: Shape, under: list[str]) -> tuple[str, str]:
         )
         told = dict(properties(report)) if report.exists() else {}
     result = EXACT if done.returncode == 0 else f"**not exact**: {failure(done.stdout)}"
-    print(result, flush=True)
+    print(result if result == EXACT else f"{result}\n{done.stdout}", flush=True)
     return f"{told.get('requests', '?')} ({told.get('outcomes', 'unknown')})", result
 
 
