@@ -60,11 +60,11 @@ SHAPES = (
         short=True,
     ),
     Shape(
-        *("--api-server-count 2", SERVE, ("--api-server-count=2",)),
+        *("two API servers", SERVE, ("--api-server-count=2",)),
         processes={**ONE_EACH, "api_server": 2},
     ),
     Shape(
-        *("--data-parallel-size 2", MODULE, ("--data-parallel-size=2",)),
+        *("two engines, data parallel", MODULE, ("--data-parallel-size=2",)),
         processes={"api_server": 1, "engine_core": 2, "worker": 2},
     ),
     Shape(
@@ -73,7 +73,7 @@ SHAPES = (
         processes={"api_server": 2, "engine_core": 2, "worker": 2},
         short=True,
     ),
-    Shape("--disable-log-stats", MODULE, ("--disable-log-stats",), vllm_counts=False),
+    Shape("no statistics", MODULE, ("--disable-log-stats",), vllm_counts=False),
     Shape("vLLM's own tracing", MODULE, ("--otlp-traces-endpoint=RECEIVER",), load="traced"),
     Shape("LoRA", MODULE, LORA, load="adapters"),
     Shape(

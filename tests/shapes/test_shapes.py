@@ -66,10 +66,10 @@ def environment(shape: Shape, folder: Path) -> dict[str, str]:
 
 
 class GrpcServer(VllmServer):
-    """It has no /health."""
+    """It has no /health, and begins with requests of its own."""
 
     def healthy(self) -> bool:
-        return "vLLM gRPC server started" in self.log_text()
+        return "Planned warm-up over" in self.log_text()
 
 
 @contextlib.contextmanager
@@ -124,8 +124,9 @@ def test_a_server(shape: Shape, tmp_path: Path, record_property: Record) -> None
         from tests.shapes.rpc import over_grpc
 
         with running(shape, tmp_path) as served:
+            warm = eventually("the warm-up is told", lambda: all_told(served.page))
             calls = over_grpc(served.url.removeprefix("http://"), seeds)
-            check_program(shape, served.page, calls)
+            check_program(shape, served.page, calls, warm)
             said = served.page.figures().by("feature", "llmobs_feature_available")
             assert said == {"front_end": 1, "http_edge": 0, "worker": 1}
             record(record_property, calls)
@@ -279,7 +280,7 @@ def test_a_program(shape: Shape, tmp_path: Path, record_property: Record) -> Non
         if shape.start == "EngineCore":
             check_foreign(page, calls)
         else:
-            check_program(shape, page, calls)
+            check_program(shape, page, calls, before=Figures({}))
         check_origin(shape, page)
         record(record_property, calls)
         program.communicate("", timeout=60)
@@ -316,8 +317,15 @@ def read_calls(program: subprocess.Popen) -> Iterator[Call]:
         )
 
 
-def check_program(shape: Shape, page: Page, calls: list[Call]) -> None:
-    change = page.settled(Figures({}), len(calls))
+def all_told(page: Page) -> Figures | None:
+    figures = page.figures()
+    received = figures.total("llmobs_requests_received_total")
+    told = figures.total("llmobs_request_seconds_count")
+    return figures if received == told > 0 else None
+
+
+def check_program(shape: Shape, page: Page, calls: list[Call], before: Figures) -> None:
+    change = page.settled(before, len(calls))
     check_counts(change, calls, MODEL)
     check_steps(change)
     check_end(page.figures(), shape.processes)
