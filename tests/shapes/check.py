@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.e2e.page import Figures
+from tests.e2e.page import Figures, Page, eventually
 from tests.e2e.traffic import Call
 
 BUCKETS = ("0-1k", "1k-4k", "4k-32k", "32k+")
@@ -13,6 +13,7 @@ KNOWN_OR_NOT = (*BUCKETS, "unknown")
 PHASES = ("preprocess", "queue", "prefill", "preempted", "decode", "deliver")
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 VERY_LONG = 4000
+FOREIGN = "foreign_frontend"
 
 # What nothing can do without, by its own name.
 PROBES = {
@@ -111,3 +112,41 @@ def check_end(figures: Figures, roles: Iterable[str]) -> None:
         probes = figures.by("probe", "llmobs_probe_attached", process=role)
         assert PROBES[role] <= set(probes)
         assert set(probes.values()) == {1}, (role, probes)
+
+
+def check_rings(page: Page, processes: dict[str, int]) -> None:
+    """Each observed process has a ring, and no other has."""
+    rings = Counter(path.name.partition("-")[0] for path in page.folder.glob("*.ring"))
+    assert rings == processes
+
+
+def check_foreign(page: Page, calls: list[Call], roles: Iterable[str]) -> None:
+    """The engine's figures are right, the front end's are not there, and it is said why."""
+
+    def empty() -> Figures | None:
+        figures = page.figures()
+        return figures if figures.total("llmobs_requests") == 0 else None
+
+    assert all(call.answer.ok or call.answer.aborted for call in calls), calls
+    figures = eventually("an empty engine", empty)
+    tokens = figures.by("context_bucket", "llmobs_generated_tokens_total")
+    for bucket in BUCKETS:
+        here = [call for call in calls if call.bucket == bucket]
+        told = sum(call.answer.completion_tokens or call.answer.chunks for call in here)
+        # Of these the engine makes some more before it hears that they are over.
+        over = [call for call in here if call.outcome in ("abort", "stop")]
+        assert told <= tokens[bucket] <= told + VERY_LONG * len(over), bucket
+    latency = "decode_token_latency_seconds_count"
+    begun = sum(call.sequences for call in calls)
+    assert figures.total(latency, token="next") == sum(tokens.values()) - begun
+    check_steps(figures)
+    check_end(figures, roles)
+    for name in ("request_seconds_count", "request_phase_seconds_count"):
+        assert figures.total(f"llmobs_{name}") == 0
+    assert figures.total(latency, token="first") == 0
+    for name in ("llmobs_requests_total", "llmobs_requests_received_total"):
+        with pytest.raises(KeyError):
+            figures.total(name)
+    for feature, reason in (("front_end", FOREIGN), ("http_edge", FOREIGN), ("worker", "")):
+        said = figures.by("reason", "llmobs_feature_available", feature=feature)
+        assert said == {reason: float(not reason)}, feature

@@ -52,6 +52,11 @@ class Seeds:
         return prompt_text(n - CHAT_OVERHEAD, self.next)
 
 
+def mixed(url: str, models: list[str], seeds: Seeds, refused: bool = True) -> list[Part]:
+    """Requests that end by themselves; then those that do not."""
+    return [whole(url, models, seeds), cut_short(url, models, seeds, refused)]
+
+
 def whole(url: str, models: list[str], seeds: Seeds, longest: int = 6000) -> Part:
     """Requests that end by themselves: mixed lengths, streamed and not, chats and completions,
     several sequences, stop strings, single tokens."""

@@ -12,11 +12,11 @@ from tests.e2e.traffic import Call
 from tests.shapes.load import LENGTHS, VERY_LONG, Seeds
 
 
-def over_grpc(address: str, seeds: Seeds) -> list[Call]:
+def send(address: str, seeds: Seeds) -> list[Call]:
     """Send mixed lengths, streamed and not, several sequences, and clients that leave."""
     calls: list[Call] = []
 
-    async def send() -> None:
+    async def send_all() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = service.VllmEngineStub(channel)
             for stream in (True, False):
@@ -47,7 +47,7 @@ def over_grpc(address: str, seeds: Seeds) -> list[Call]:
 
         calls.append(Call(bucket, length, ask, params.get("n", 1)))
 
-    asyncio.run(send())
+    asyncio.run(send_all())
     return calls
 
 
