@@ -9,10 +9,9 @@ from llmobs import process, worker
 from llmobs.ring import Reader
 from tests.rings import read_all
 
-CONFIG = SimpleNamespace(
-    model_config=SimpleNamespace(served_model_name="m"),
-    parallel_config=SimpleNamespace(data_parallel_rank=2),
-)
+MODEL = SimpleNamespace(served_model_name="m")
+PARALLEL = SimpleNamespace(data_parallel_rank=2, distributed_executor_backend="ray")
+CONFIG = SimpleNamespace(model_config=MODEL, parallel_config=PARALLEL)
 
 
 def test_a_step_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
