@@ -24,20 +24,22 @@ from tests.shapes.table import SHAPES, Shape
 TESTS = "tests/shapes/test_shapes.py"
 HEADER = ("shape", "started as", "environment", "processes", "requests", "result")
 EXACT = "exact"
-INTRO = """By `make shapes` on {day}: {exact} of {all} exact. vLLM {vllm}, Python {python}, {cores} \
-cores, made-up models.
+INTRO = """
+By `make shapes` on {day}: {exact} of {all} exact. vLLM {vllm}, Python {python}, {cores} cores,
+made-up models.
 
-Every shape is really run with llmobs on, and sent prompts of mixed lengths, streamed and not, chats and \
-completions, several sequences of one prompt, stop strings, single tokens, clients that leave, and \
-requests that are refused. *Exact*: requests by bucket and outcome, refusals by code, prompt and \
-generated tokens, first tokens and gaps, phases and steps are all what the clients themselves counted \
-(generated tokens also what vLLM counts, where it does); afterwards the gauges are at 0, no record is \
-lost, no guard has tripped, every probe is on in every process, and no other process has a ring. Behind a \
-front end that llmobs does not see, the engine's figures are, the requests' are absent, and \
-`llmobs_feature_available` says so.
+Every shape is really run with llmobs on, and sent prompts of mixed lengths, streamed and not,
+chats and completions, several sequences of one prompt, stop strings, single tokens, clients that
+leave, and requests that are refused. *Exact*: requests by bucket and outcome, refusals by code,
+prompt and generated tokens, first tokens and gaps, phases and steps are all what the clients
+themselves counted (generated tokens also what vLLM counts, where it does); afterwards the gauges
+are at 0, no record is lost, no guard has tripped, every probe is on in every process, and no
+other process has a ring. Behind a front end that llmobs does not see, the engine's figures are,
+the requests' are absent, and `llmobs_feature_available` says so.
 
-*As asked*: vLLM's CPU platform forces spawn and switches async scheduling off; a plugin of the tests \
-takes that back."""
+*As asked*: vLLM's CPU platform forces spawn and switches async scheduling off; a plugin of the
+tests takes that back.
+"""
 RESULTS = ROOT / ".shapes.json"
 
 
