@@ -1,0 +1,300 @@
+"""What the agent costs, at 64 streams, over an hour's worth of records, and in a flood of them.
+
+A process plays the server (writer.py), the agent is the real one. Everything is on: traces go to a
+collector, the page is scraped in OpenMetrics. What the page tells at the end is compared with what
+the writer counted; a difference ends the benchmark with an error.
+"""
+
+import argparse
+import contextlib
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from benchmarks.writer import Traffic, Truth, serve
+from demo.receiver import Receiver
+from tests.e2e.page import OPENMETRICS, Figures
+
+TICK = os.sysconf("SC_CLK_TCK")
+NORMAL = Traffic()
+INCIDENT = Traffic(streams=144, preprocess_ns=400_000_000, stall_every=2000)
+"""Every request misses its target for the first token, and every 10 s all wait for 300 ms."""
+FAST = Traffic(step_ns=250_000, preprocess_ns=100_000)
+"""The same steps and requests, at 20 times the pace."""
+FLOOD = Traffic(arrivals=50, tokens=(4, 12), running=1 << 20, budget=1 << 30)
+"""10,000 requests a second: 50 before each of 200 steps."""
+CHECKED = (
+    ("llmobs_requests_received_total", ("context_bucket",), "received"),
+    ("llmobs_requests_total", ("context_bucket", "outcome"), "ended"),
+    ("llmobs_rejections_total", ("code",), "rejected"),
+    ("llmobs_preemptions_total", ("context_bucket",), "preempted"),
+    ("llmobs_prompt_tokens_total", ("context_bucket",), "prompts"),
+    ("llmobs_generated_tokens_total", ("context_bucket",), "generated"),
+)
+"""Counters: exact, whatever is lost."""
+
+
+class Usage:
+    """What a process has used so far, by /proc."""
+
+    def __init__(self, pid: int) -> None:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        self.cpu = (int(fields[11]) + int(fields[12])) / TICK
+        self.time = time.monotonic()
+        sizes = dict(
+            line.split()[:2]
+            for name in ("status", "smaps_rollup")
+            for line in Path(f"/proc/{pid}/{name}").read_text().splitlines()
+            if line.endswith("kB")
+        )
+        self.rss, self.pss = int(sizes["VmRSS:"]) / 1024, int(sizes["Pss:"]) / 1024
+        self.own = int(sizes["RssAnon:"]) / 1024
+
+
+class Watched:
+    """A server that is played, its agent, and what both say."""
+
+    def __init__(self, runs: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.steps_read = context.Value("q", 0)
+        self._commands, theirs = context.Pipe()
+        self._writer = context.Process(target=serve, args=(theirs, self.steps_read), daemon=True)
+        self._writer.start()
+        self.folder: Path = self._commands.recv()
+        self.truth = Truth()
+        state = self._state()
+        self.agent, self.page = int(state["pid"]), f"{state['page']}/metrics"
+        self.scrapes: list[float] = []
+
+    def _state(self) -> dict[str, Any]:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                state = json.loads((self.folder / "agent.json").read_text())
+                if "page" in state:
+                    return dict(state)
+            time.sleep(0.1)
+        raise TimeoutError(f"no page, see {self.folder / 'agent.log'}")
+
+    def do(self, *command: Any) -> Any:
+        """Let the writer do something; returns when it is done."""
+        self.start(*command)
+        return self.wait()
+
+    def start(self, *command: Any) -> None:
+        self._commands.send(command)
+
+    def wait(self) -> Any:
+        result, self.truth = self._commands.recv()
+        return result
+
+    def busy(self) -> bool:
+        return not self._commands.poll()
+
+    def scrape(self) -> Figures:
+        began = time.monotonic()
+        headers = {"Accept": OPENMETRICS, "Accept-Encoding": "gzip"}
+        request = urllib.request.Request(self.page, headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            body = answer.read()
+        self.scrapes.append(time.monotonic() - began)
+        families = text_string_to_metric_families(gzip.decompress(body).decode())
+        samples = (
+            (s.name, frozenset(s.labels.items()), s.value) for f in families for s in f.samples
+        )
+        figures = Figures({(name, labels): value for name, labels, value in samples})
+        self.steps_read.value = int(figures.total("batch_size_distribution_count"))
+        return figures
+
+    def measured(self, scrape_s: float, *command: Any) -> list[Usage]:
+        """What the agent uses while the writer does something: a look every second."""
+        self.start(*command)
+        self.scrapes.clear()
+        looks = [Usage(self.agent)]
+        next_scrape = time.monotonic() + scrape_s / 2
+        while self.busy():
+            time.sleep(max(min(1.0, next_scrape - time.monotonic()), 0.0))
+            if time.monotonic() >= next_scrape:
+                next_scrape += scrape_s
+                self.scrape()
+            if time.monotonic() - looks[-1].time >= 1:
+                looks.append(Usage(self.agent))
+        self.wait()
+        return looks
+
+    def settled(self) -> Figures:
+        """The page, once all that ended is told, or known to be lost."""
+        for _ in range(100):
+            figures = self.scrape()
+            if told(figures) + incomplete(figures) >= sum(self.truth.ended.values()):
+                return figures
+            time.sleep(0.2)
+        return figures
+
+    def end(self) -> dict[str, tuple[int, int]]:
+        """The server's end, and the agent's. Records read and lost, by ring, as it says."""
+        self._commands.send(None)
+        self._writer.join()
+        for _ in range(100):
+            if not Path(f"/proc/{self.agent}").exists():
+                break
+            time.sleep(0.1)
+        said = re.findall(
+            r"ring (\w+?)-\S+ ended, (\d+) records read, (\d+) lost",
+            (self.folder / "agent.log").read_text(),
+        )
+        return {role: (int(read), int(lost)) for role, read, lost in said}
+
+
+@contextlib.contextmanager
+def watched(collector: str | None) -> Iterator[Watched]:
+    """A server whose spans go to a collector."""
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        environ = {
+            "LLMOBS_RUN_DIR": f"{folder}/runs",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector or "http://127.0.0.1:9",
+            "OTEL_EXPORTER_PROMETHEUS_PORT": "19464",
+        }
+        os.environ.update(environ)
+        server = Watched(Path(folder))
+        try:
+            yield server
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server.agent, signal.SIGTERM)
+            server._writer.kill()
+            for name in environ:
+                del os.environ[name]
+
+
+def memory() -> str | None:
+    """Where the rings lie, as a server's do."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def told(figures: Figures) -> float:
+    return figures.total("llmobs_request_seconds_count")
+
+
+def incomplete(figures: Figures) -> float:
+    return figures.total("llmobs_incomplete_requests_total")
+
+
+def differences(figures: Figures, truth: Truth) -> list[str]:
+    """Where the page's counters are not what the writer counted."""
+    found = []
+    for name, labels, attribute in CHECKED:
+        shown: Counter[Any] = Counter()
+        for (sample, pairs), value in figures.samples.items():
+            if sample == name:
+                own = dict(pairs)
+                key = tuple(own[label] for label in labels)
+                shown[key if len(key) > 1 else key[0]] += value
+        expected = getattr(truth, attribute)
+        if +shown != +expected:
+            found.append(f"{name}: page {dict(+shown)}, writer {dict(+expected)}")
+    ended = sum(truth.ended.values())
+    if told(figures) + incomplete(figures) != ended:
+        found.append(f"{told(figures)} told + {incomplete(figures)} incomplete, {ended} ended")
+    return found
+
+
+def differences_of_all(figures: Figures, truth: Truth) -> list[str]:
+    """The same where nothing was lost: then the histograms are exact too."""
+    found = differences(figures, truth)
+    for what, shown, expected in (
+        ("lost", figures.total("llmobs_records_lost_total"), 0),
+        ("incomplete", incomplete(figures), 0),
+        ("steps", figures.total("batch_size_distribution_count"), truth.steps),
+        *(
+            (
+                f"{token} in {bucket}",
+                figures.total(
+                    "decode_token_latency_seconds_count", token=token, context_bucket=bucket
+                ),
+                expected[bucket],
+            )
+            for token, expected in (("first", truth.firsts), ("next", truth.gaps))
+            for bucket in ("0-1k", "1k-4k", "4k-32k", "32k+")
+        ),
+    ):
+        if shown != expected:
+            found.append(f"{what}: page {shown}, writer {expected}")
+    return found
+
+
+class Table:
+    """What is told at the end, and what is wrong."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+
+    def check(self, what: str, found: list[str]) -> None:
+        for line in found:
+            print(f"WRONG, {what}: {line}", flush=True)
+        self.wrong += found
+
+
+def share(looks: list[Usage]) -> float:
+    """Of one core, in percent."""
+    return 100 * (looks[-1].cpu - looks[0].cpu) / (looks[-1].time - looks[0].time)
+
+
+def scrapes(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.0f} / {max(times) * 1e3:.0f}"
+
+
+def steady(table: Table, seconds: float) -> None:
+    """64 streams at 200 steps a second, in real time."""
+    print(
+        "| 64 streams | page every | agent, % of a core | RSS / PSS MB | page median / worst ms |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for name, traffic, every, alive in (
+        ("", NORMAL, 10, True),
+        ("", NORMAL, 1, True),
+        ("collector dead", NORMAL, 10, False),
+        ("every request misses", INCIDENT, 10, True),
+    ):
+        with Receiver() as receiver, watched(receiver.grpc_url if alive else None) as server:
+            server.do("stream", traffic, 1000)
+            looks = server.measured(every, "stream", traffic, int(seconds * 200))
+            took = looks[-1].time - looks[0].time
+            server.do("drain", traffic)
+            figures = server.settled()
+            table.check(name, differences_of_all(figures, server.truth))
+            requests = sum(server.truth.ended.values())
+            print(
+                f"| {name or 'in order'} | {every} s | {share(looks):.1f} "
+                f"| {looks[-1].rss:.0f} / {looks[-1].pss:.0f} | {scrapes(server.scrapes)} |",
+                f"({took:.0f} s, {requests} requests, {len(receiver.spans)} spans arrived)",
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--only", choices=("steady", "hour", "flood"))
+    options = parser.parse_args()
+    table = Table()
+    if options.only in (None, "steady"):
+        steady(table, 5 if options.quick else 60)
+    return 1 if table.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
