@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from benchmarks.writer import Traffic, Truth, serve
+from benchmarks.writer import ROLES, Traffic, Truth, serve
 from demo.receiver import Receiver
 from tests.e2e.page import OPENMETRICS, Figures
 
@@ -37,6 +38,9 @@ FAST = Traffic(step_ns=250_000, preprocess_ns=100_000)
 """The same steps and requests, at 20 times the pace."""
 FLOOD = Traffic(arrivals=50, tokens=(4, 12), running=1 << 20, budget=1 << 30)
 """10,000 requests a second: 50 before each of 200 steps."""
+HALF_A_RING = 7_500
+"""Steps: they and their requests fill half of the engine's ring."""
+RULE = "| --- "
 CHECKED = (
     ("llmobs_requests_received_total", ("context_bucket",), "received"),
     ("llmobs_requests_total", ("context_bucket", "outcome"), "ended"),
@@ -68,7 +72,7 @@ class Usage:
 class Watched:
     """A server that is played, its agent, and what both say."""
 
-    def __init__(self, runs: Path) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.steps_read = context.Value("q", 0)
         self._commands, theirs = context.Pipe()
@@ -159,17 +163,44 @@ class Watched:
         return {role: (int(read), int(lost)) for role, read, lost in said}
 
 
+class Collector:
+    """demo's OTLP receiver in a process of its own, so that it holds up nobody here."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=collect, args=(theirs,), daemon=True)
+        self._process.start()
+        self.url: str = self._pipe.recv()
+
+    def close(self) -> int:
+        """Tells how many spans came."""
+        self._pipe.send(None)
+        arrived = int(self._pipe.recv())
+        self._process.join()
+        return arrived
+
+
+def collect(pipe: Any) -> None:
+    """The collector's process."""
+    with Receiver() as receiver:
+        pipe.send(receiver.grpc_url)
+        pipe.recv()
+        pipe.send(len(receiver.spans))
+
+
 @contextlib.contextmanager
-def watched(collector: str | None) -> Iterator[Watched]:
+def watched(collector: str) -> Iterator[Watched]:
     """A server whose spans go to a collector."""
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
         environ = {
             "LLMOBS_RUN_DIR": f"{folder}/runs",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": collector or "http://127.0.0.1:9",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
             "OTEL_EXPORTER_PROMETHEUS_PORT": "19464",
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
         }
         os.environ.update(environ)
-        server = Watched(Path(folder))
+        server = Watched()
         try:
             yield server
         finally:
@@ -236,53 +267,125 @@ def differences_of_all(figures: Figures, truth: Truth) -> list[str]:
     return found
 
 
-class Table:
-    """What is told at the end, and what is wrong."""
-
-    def __init__(self) -> None:
-        self.wrong: list[str] = []
-
-    def check(self, what: str, found: list[str]) -> None:
-        for line in found:
-            print(f"WRONG, {what}: {line}", flush=True)
-        self.wrong += found
-
-
 def share(looks: list[Usage]) -> float:
     """Of one core, in percent."""
     return 100 * (looks[-1].cpu - looks[0].cpu) / (looks[-1].time - looks[0].time)
 
 
-def scrapes(times: list[float]) -> str:
+def milliseconds(times: list[float]) -> str:
     return f"{statistics.median(times) * 1e3:.0f} / {max(times) * 1e3:.0f}"
 
 
-def steady(table: Table, seconds: float) -> None:
+def complain(what: str, found: list[str]) -> bool:
+    for line in found:
+        print(f"WRONG, {what}: {line}", file=sys.stderr, flush=True)
+    return bool(found)
+
+
+def steady(seconds: float) -> bool:
     """64 streams at 200 steps a second, in real time."""
     print(
-        "| 64 streams | page every | agent, % of a core | RSS / PSS MB | page median / worst ms |"
+        "| 64 streams | page every | % of a core | RSS / PSS MB | page median / worst ms | spans |"
     )
-    print("| --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    wrong = False
     for name, traffic, every, alive in (
-        ("", NORMAL, 10, True),
-        ("", NORMAL, 1, True),
-        ("collector dead", NORMAL, 10, False),
+        ("in order", NORMAL, 10, True),
+        ("in order", NORMAL, 1, True),
+        ("in order, collector dead", NORMAL, 10, False),
         ("every request misses", INCIDENT, 10, True),
     ):
-        with Receiver() as receiver, watched(receiver.grpc_url if alive else None) as server:
+        collector = Collector()
+        url = collector.url if alive else "http://127.0.0.1:9"
+        with watched(url) as server:
             server.do("stream", traffic, 1000)
-            looks = server.measured(every, "stream", traffic, int(seconds * 200))
-            took = looks[-1].time - looks[0].time
+            looks = server.measured(min(every, seconds / 2), "stream", traffic, int(seconds * 200))
+            times = list(server.scrapes)
             server.do("drain", traffic)
-            figures = server.settled()
-            table.check(name, differences_of_all(figures, server.truth))
-            requests = sum(server.truth.ended.values())
-            print(
-                f"| {name or 'in order'} | {every} s | {share(looks):.1f} "
-                f"| {looks[-1].rss:.0f} / {looks[-1].pss:.0f} | {scrapes(server.scrapes)} |",
-                f"({took:.0f} s, {requests} requests, {len(receiver.spans)} spans arrived)",
-                flush=True,
-            )
+            wrong |= complain(name, differences_of_all(server.settled(), server.truth))
+        print(
+            f"| {name} | {every} s | {share(looks):.1f} | {looks[-1].rss:.0f} / "
+            f"{looks[-1].pss:.0f} | {milliseconds(times)} | {collector.close()} |",
+            flush=True,
+        )
+    return wrong
+
+
+def hour(steps: int) -> bool:
+    """As many records as an hour has at 200 steps a second, at 20 times the pace."""
+    collector = Collector()
+    with watched(collector.url) as server:
+        # The page every 10 s of that hour; so the writer learns how far the agent is, too.
+        looks = server.measured(0.5, "stream", FAST, steps, HALF_A_RING)
+        times = list(server.scrapes)
+        server.do("drain", FAST)
+        figures = server.settled()
+        wrong = complain("hour", differences_of_all(figures, server.truth))
+    records = sum(server.truth.written.values())
+    cpu = looks[-1].cpu - looks[0].cpu
+    print(f"| records | seconds | agent CPU | page median / worst ms |\n{RULE * 4}|")
+    print(
+        f"| {records} of {server.truth.steps} steps, {sum(server.truth.ended.values())} requests "
+        f"| {looks[-1].time - looks[0].time:.0f} | {cpu / records * 1e6:.2f} us a record "
+        f"| {milliseconds(times)} |"
+    )
+    print(f"| of the hour | RSS MB | PSS MB | own MB |\n{RULE * 4}|")
+    for percent in (2, 10, 25, 50, 75, 100):
+        look = looks[max(len(looks) * percent // 100 - 1, 0)]
+        print(f"| {percent} % | {look.rss:.1f} | {look.pss:.1f} | {look.own:.1f} |")
+    flushed = looks[len(looks) // 4 :]
+    slope = np.polyfit([look.time for look in flushed], [look.rss for look in flushed], 1)[0]
+    over = (flushed[-1].time - flushed[0].time) / 0.75
+    print(f"slope from 25 % on: {slope * over:+.2f} MB an hour; {collector.close()} spans arrived")
+    return wrong
+
+
+def flood(steps: int) -> bool:
+    """10,000 requests a second; afterwards the agent must be right again."""
+    collector = Collector()
+    with watched(collector.url) as server:
+        server.do("stream", NORMAL, 400)
+        server.do("record", FLOOD, steps, steps * 600)
+        quiet = Usage(server.agent)
+        before = sum(server.truth.ended.values())
+        looks = server.measured(1, "blast")
+        times = list(server.scrapes)
+        requests = sum(server.truth.ended.values()) - before
+        seconds = looks[-1].time - looks[0].time
+        server.do("stream", NORMAL, 600)  # a list of the running ones comes once a second
+        server.do("drain", NORMAL)
+        figures = server.settled()
+        wrong = complain("flood", differences(figures, server.truth))
+        lost, left = figures.total("llmobs_records_lost_total"), incomplete(figures)
+        before_again, told_before = sum(server.truth.ended.values()), told(figures)
+        server.do("stream", NORMAL, 600)
+        server.do("drain", NORMAL)
+        figures = server.settled()
+        again = sum(server.truth.ended.values()) - before_again
+        wrong |= complain("after the flood", differences(figures, server.truth))
+        if told(figures) - told_before != again:
+            wrong |= complain("after", [f"{again} ended, {told(figures) - told_before} told"])
+        last = Usage(server.agent)
+        read = server.end()
+    for role in ROLES:
+        if sum(read[role]) != server.truth.written[role]:
+            wrong |= complain(role, [f"{read[role]} read and lost, {server.truth.written[role]}"])
+    if sum(lost for _, lost in read.values()) != lost:
+        wrong |= complain("lost", [f"page {lost}, rings {read}"])
+    print("| requests a second | seconds | % of a core | records | lost | requests told whole |")
+    print(RULE * 6 + "|")
+    records = sum(server.truth.written.values())
+    print(
+        f"| {requests / seconds:.0f} | {seconds:.1f} | {share(looks):.0f} | {records} "
+        f"| {lost:.0f} ({100 * lost / records:.1f} %) | {100 * (1 - left / requests):.1f} % |"
+    )
+    print(f"| RSS before, at most, after | page median / worst ms | told afterwards |\n{RULE * 3}|")
+    print(
+        f"| {quiet.rss:.0f}, {max(look.rss for look in looks):.0f}, {last.rss:.0f} MB "
+        f"| {milliseconds(times)} | {told(figures) - told_before:.0f} of {again} |"
+    )
+    collector.close()
+    return wrong
 
 
 def main() -> int:
@@ -290,10 +393,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
     parser.add_argument("--only", choices=("steady", "hour", "flood"))
     options = parser.parse_args()
-    table = Table()
+    wrong = False
     if options.only in (None, "steady"):
-        steady(table, 5 if options.quick else 60)
-    return 1 if table.wrong else 0
+        wrong |= steady(5 if options.quick else 60)
+    if options.only in (None, "hour"):
+        wrong |= hour(20_000 if options.quick else 720_000)
+    if options.only in (None, "flood"):
+        wrong |= flood(600 if options.quick else 4000)
+    return int(wrong)
 
 
 if __name__ == "__main__":

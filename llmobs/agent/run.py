@@ -66,6 +66,10 @@ class Source:
     def finish(self) -> None:
         """Nothing more will be read: keep the totals, let the file go."""
         self.alive = False
+        log.info(
+            "ring %s ended, %d records read, %d lost",
+            *(self.reader.path.name, self.records, self.lost),
+        )
         self.reader.close()
         self.drained = True
 
