@@ -169,6 +169,8 @@ class Reader:
             raise RingError(f"{path}: {error}") from error
         self.position = 1
         self._torn_at = 0
+        self._info: dict[str, Any] = {}
+        self._info_text = b""
         self._process = process_id(self.pid, self.ticks)
 
     def _open(self) -> None:
@@ -204,11 +206,15 @@ class Reader:
         (length,) = schema.INFO_LENGTH.unpack_from(self._map, schema.INFO_LENGTH_OFFSET)
         if not 0 < length <= schema.TOTALS_OFFSET - schema.INFO_OFFSET:
             return {}
-        try:
-            info = json.loads(self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + length])
-        except ValueError:
-            return {}
-        return info if isinstance(info, dict) else {}
+        text = self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + length]
+        if text != self._info_text:  # it is looked at often, and changes seldom
+            try:
+                info = json.loads(text)
+            except ValueError:
+                return {}
+            self._info = info if isinstance(info, dict) else {}
+            self._info_text = text
+        return self._info
 
     def totals(self) -> "memoryview[int]":
         """A copy of the cumulative totals as of now. Raises RingError if the file was cut short."""
@@ -246,9 +252,12 @@ class Reader:
         self._check_size()
         lost = 0
         while True:
-            count, first = self._whole(min(64, most))
-            if count == 64 and most > 64:
-                count, first = self._whole(most)
+            # Mostly few are new, and to look at a slot costs a miss of the cache.
+            wanted = min(64, most)
+            count, first = self._whole(wanted)
+            while count == wanted < most:
+                wanted = min(8 * wanted, most)
+                count, first = self._whole(wanted)
             if count == 0:
                 skipped = self._skip(first)
                 lost += skipped
@@ -272,6 +281,9 @@ class Reader:
     def _skip(self, slot: int) -> int:
         """Step over what cannot be read any more; 0 if it is only not written yet."""
         head = int(self._heads[slot])
+        following = self._heads[slot : slot + 64]
+        if len(following) == 64 and int(following.max()) < self.position:
+            return 0  # whatever is newer than a torn one stands close behind it
         newest = self.newest()
         if newest <= self.position:
             return 0

@@ -171,10 +171,13 @@ class Run:
         self.store.add(waits, model, engine, HAND_OVER, amount=0)
 
     def _read(self, source: Source) -> int:
-        alive = source.reader.alive()  # before reading: what a dead process wrote is all there
         before = source.records
+        alive = True
         try:
             self._tail(source)
+            if source.records == before and not source.reader.alive():
+                alive = False
+                self._tail(source)  # once more: now what the dead process wrote is all there
         except Exception as error:
             # A ring is only bytes: whatever they say, it must not cost us the other rings.
             log.warning(
