@@ -53,6 +53,7 @@ class RequestView:
         self.judged: dict[tuple[int, int, int], int] = {}
         """By front end, model and bucket: the ends that were seen, or are known to be lost."""
         self._engines_lost_until = 0
+        self._children: dict[tuple[str, str], tuple[Histogram, list[Histogram]]] = {}
         self._handlers = {
             Kind.ARRIVE: self._arrive,
             Kind.ADMIT: self._admit,
@@ -317,13 +318,11 @@ class RequestView:
             return
         self._cut(request)
         seconds = (request.end - request.arrival) / SECOND
-        self.store.histogram("llmobs_request_seconds", model, bucket).observe(seconds)
-        phases = phases_of(request)
-        if bucket != UNKNOWN:
-            for phase, value in zip(PHASES, phases, strict=False):
-                self.store.histogram("llmobs_request_phase_seconds", model, phase, bucket).observe(
-                    value / SECOND
-                )
+        whole, parts = self._durations(model, bucket)
+        whole.observe(seconds)
+        phases = [value / SECOND for value in phases_of(request)]
+        for child, value in zip(parts, phases, strict=False):
+            child.observe(value)
         prompt = sum(a.prompt for a in request.admissions.values())
         if request.admissions:
             self.store.histogram("output_tokens", model).observe(request.tokens)
@@ -361,12 +360,27 @@ class RequestView:
                 first_token=ttft,
                 longest_gap=gap,
                 preemptions=preemptions,
-                phases=tuple(value / SECOND for value in phases),
+                phases=tuple(phases),
                 first_token_phases=tuple(
-                    value / SECOND for value in first_token_phases_of(request, first)
+                    [value / SECOND for value in first_token_phases_of(request, first)]
                 ),
             )
         )
+
+    def _durations(self, model: str, bucket: str) -> tuple[Histogram, list[Histogram]]:
+        """Where the times of such requests go: the whole, and, if the length is known, each of
+        PHASES."""
+        children = self._children.get((model, bucket))
+        if children is None:
+            phases = PHASES if bucket != UNKNOWN else ()
+            children = self._children[model, bucket] = (
+                self.store.histogram("llmobs_request_seconds", model, bucket),
+                [
+                    self.store.histogram("llmobs_request_phase_seconds", model, phase, bucket)
+                    for phase in phases
+                ],
+            )
+        return children
 
     def _keep(self, ring: int, request: Request, model: str, preemptions: int) -> None:
         """Offer the request to the traces, with the reasons to keep it, if there are any."""
