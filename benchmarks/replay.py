@@ -345,9 +345,9 @@ def flood(steps: int) -> bool:
     collector = Collector()
     with watched(collector.url) as server:
         server.do("stream", NORMAL, 400)
+        before = sum(server.truth.ended.values())
         server.do("record", FLOOD, steps, steps * 600)
         quiet = Usage(server.agent)
-        before = sum(server.truth.ended.values())
         looks = server.measured(1, "blast")
         times = list(server.scrapes)
         requests = sum(server.truth.ended.values()) - before

@@ -76,27 +76,6 @@ class Request:
     """An exemplar leads to its trace, which must be kept then."""
 
 
-class Finished(NamedTuple):
-    """What is kept of a request that ended; no text. Times in seconds."""
-
-    ended: float
-    """Unix time."""
-    model: str
-    context_bucket: str
-    outcome: str
-    status: int
-    prompt_tokens: int
-    output_tokens: int
-    seconds: float
-    first_token: float | None
-    longest_gap: float | None
-    preemptions: int
-    phases: tuple[float, ...]
-    """In the order of PHASES, they sum to `seconds`; the first only if it was never admitted."""
-    first_token_phases: tuple[float, ...]
-    """The same until the first token, they sum to `first_token`; empty if there was none."""
-
-
 def first_token(request: Request) -> int:
     """When the first token was there: the first chunk handed to the server, engine time where there
     is no stream; 0 if there was none."""

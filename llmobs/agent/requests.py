@@ -2,14 +2,13 @@
 
 import random
 import time
-from collections import deque
 from itertools import pairwise
 from typing import Any
 
 from llmobs import schema
+from llmobs.agent.finished import Finished, FinishedRequests
 from llmobs.agent.request import (
     Admission,
-    Finished,
     Request,
     TraceContext,
     first_token,
@@ -29,6 +28,7 @@ PATIENCE_NS = 5_000_000_000
 """How long the end of a request waits for the engine's last word on it."""
 ORPHANS_NS = 60_000_000_000
 """How long a sequence that no front end spoke of is kept after its end."""
+ORPHANS_KEPT = 5000
 
 U64 = 0xFFFFFFFFFFFFFFFF
 
@@ -47,7 +47,7 @@ class RequestView:
         self.by_key: dict[int, tuple[int, int]] = {}
         self.orphans: dict[int, tuple[EngineView, Sequence]] = {}
         self.ending: dict[tuple[int, int], Request] = {}
-        self.finished: deque[Finished] = deque(maxlen=REQUESTS_KEPT)
+        self.finished = FinishedRequests(REQUESTS_KEPT)
         self.incomplete = 0
         self.ends_seen: dict[int, int] = {}
         self.judged: dict[tuple[int, int, int], int] = {}
@@ -237,9 +237,11 @@ class RequestView:
         for identity, request in list(self.ending.items()):
             if now - request.end > PATIENCE_NS or not engines_alive:
                 self._finish(identity, request)
-        for key, (_, sequence) in list(self.orphans.items()):
-            if now - max(sequence.joined, sequence.left) > ORPHANS_NS:
+        for key, (engine, sequence) in list(self.orphans.items()):
+            too_many = len(self.orphans) > ORPHANS_KEPT
+            if too_many or now - max(sequence.joined, sequence.left) > ORPHANS_NS:
                 del self.orphans[key]
+                engine.forget(sequence)
 
     def drop(self, ring: int) -> None:
         """A front end is dead and read to its end: what is open there has no end."""
@@ -247,8 +249,10 @@ class RequestView:
             self._forget(identity, self.requests[identity])
 
     def _forget(self, identity: tuple[int, int], request: Request) -> None:
-        for key in request.admissions:
+        for key, admission in request.admissions.items():
             self.by_key.pop(key, None)
+            if admission.engine is not None and admission.sequence is not None:
+                admission.engine.forget(admission.sequence)
         self.requests.pop(identity, None)
         self.ending.pop(identity, None)
 

@@ -201,7 +201,10 @@ class Run:
                 raise RingError(f"{source.reader.path}: its process is not described")
             return
         source.cells = source.reader.totals()
-        while True:
+        # One round of the ring at most: what stood there just now is then read or lost, and a ring
+        # that is written faster than it can be read must not keep us from the others.
+        end = source.reader.position + source.reader.capacity
+        while source.reader.position < end:
             batch = source.reader.read()
             if batch.lost:
                 self._gap(source, batch.lost)

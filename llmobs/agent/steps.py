@@ -200,6 +200,12 @@ class EngineView:
         self.unmatched.clear()
         self.forwards.clear()
 
+    def forget(self, sequence: Sequence) -> None:
+        """Its request is over. Where records were lost its end may be among them, and of those that
+        wait no snapshot speaks."""
+        if not sequence.complete and sequence.state is WAITING:
+            self.sequences.pop(sequence.number, None)
+
     def _join(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = Sequence(z, columns[0], y, columns[1], x, True, joined=time)
         sequence.ahead, sequence.ahead_tokens = columns[2], columns[3]

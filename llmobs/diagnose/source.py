@@ -67,7 +67,7 @@ def _base(endpoint: str) -> str:
 
 
 def finished_requests(endpoint: str) -> list[dict[str, Any]]:
-    """The requests that ended lately, as the agent tells them (see agent/request.py, Finished)."""
+    """The requests that ended lately, as the agent tells them (see agent/finished.py)."""
     try:
         content = json.loads(_get(_base(endpoint) + "/requests"))
         return [

@@ -358,7 +358,7 @@ def test_a_gap_that_reaches_over_the_fold(
     play(world, [])
     check_gaps(world)
     check_requests(world)
-    assert world.requests.finished[0].longest_gap == 0.03
+    assert next(iter(world.requests.finished)).longest_gap == 0.03
 
 
 def test_one_that_fails_while_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -390,4 +390,4 @@ def test_a_token_after_the_client_left_is_no_first_token(
     (life,) = world.lives
     assert life.tokens[0][0] > life.end
     everything_agrees(world)
-    assert world.requests.finished[0].first_token is None
+    assert next(iter(world.requests.finished)).first_token is None
