@@ -235,7 +235,11 @@ class RequestView:
     def tidy(self, now: int, engines_alive: bool) -> None:
         """Give up waiting for what will not come any more."""
         for identity, request in list(self.ending.items()):
-            if now - request.end > PATIENCE_NS or not engines_alive:
+            if (
+                now - request.end > PATIENCE_NS
+                or not engines_alive
+                or self._spans_a_gap(request)  # it will not be told whole, whatever comes
+            ):
                 self._finish(identity, request)
         for key, (engine, sequence) in list(self.orphans.items()):
             too_many = len(self.orphans) > ORPHANS_KEPT
@@ -311,12 +315,7 @@ class RequestView:
         model = self.model(identity[0], request.model)
         bucket = BUCKET_NAMES[request.bucket] if request.bucket < schema.BUCKETS else UNKNOWN
         sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
-        unseen = [a for a in request.admissions.values() if a.sequence is None]
-        if (
-            not request.complete
-            or not all(s.complete for s in sequences)
-            or any(a.time <= self._engines_lost_until for a in unseen)
-        ):
+        if self._spans_a_gap(request):
             self.incomplete += 1
             self._exclude(model, request.bucket)
             return
@@ -369,6 +368,15 @@ class RequestView:
                     [value / SECOND for value in first_token_phases_of(request, first)]
                 ),
             )
+        )
+
+    def _spans_a_gap(self, request: Request) -> bool:
+        """Whether records about it are missing."""
+        return not request.complete or any(
+            not a.sequence.complete
+            if a.sequence is not None
+            else a.time <= self._engines_lost_until
+            for a in request.admissions.values()
         )
 
     def _durations(self, model: str, bucket: str) -> tuple[Histogram, list[Histogram]]:

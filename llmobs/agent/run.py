@@ -201,12 +201,15 @@ class Run:
                 raise RingError(f"{source.reader.path}: its process is not described")
             return
         source.cells = source.reader.totals()
-        # One round of the ring at most: what stood there just now is then read or lost, and a ring
-        # that is written faster than it can be read must not keep us from the others.
-        end = source.reader.position + source.reader.capacity
-        while source.reader.position < end:
-            batch = source.reader.read()
+        # One round of the ring, from where it can still be read: what stood there when we came is
+        # then read or lost. One that is written faster than we read must not keep us from others.
+        reader, lost_before = source.reader, source.lost
+        end = reader.position + reader.capacity
+        while reader.position < end:
+            batch = reader.read()
             if batch.lost:
+                if source.lost == lost_before:
+                    end = reader.position + reader.capacity
                 self._gap(source, batch.lost)
             if not len(batch.records):
                 break
