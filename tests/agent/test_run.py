@@ -19,6 +19,8 @@ from llmobs.agent.run import Run
 from llmobs.ring import Writer
 from tests.rings import ENGINE, FRONT, SLOT, SLOTS_AT, new_ring, python
 
+ENDED = 'llmobs_request_seconds_count{context_bucket="unknown",model_name="deepseek-v4"}'
+INCOMPLETE = 'llmobs_incomplete_requests_total{model_name="deepseek-v4"}'
 KINDS = (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24, 32, 33)
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 pytestmark = pytest.mark.timeout(120)
@@ -368,3 +370,19 @@ def test_a_run_folder_that_is_missing(tmp_path: Path) -> None:
     assert run.poll() == 0
     assert not run.alive()
     page(run)
+
+
+def test_a_ring_that_went_round_thrice_counts_each_end_once(tmp_path: Path) -> None:
+    ring = Writer(tmp_path / "api_server-1-1.ring", 20_000, FRONT)
+    run = Run(tmp_path)
+    run.poll()
+    for number in range(1, 30_001):
+        one_request(ring, number)
+    for _ in range(3):
+        run.poll()
+        shown = page(run)
+        told = value(shown, ENDED)
+        assert told > 5000
+        assert told + value(shown, INCOMPLETE) == 30_000
+    (source,) = run.sources.values()
+    assert source.records + source.lost == 60_000
