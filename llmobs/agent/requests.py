@@ -122,7 +122,7 @@ class RequestView:
                 self.store.add("llmobs_slo_requests_total", *labels, amount=requests)
 
     def _arrive(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
-        request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[4])
+        request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[3])
         high, low, span = columns[:3]
         if y & 256:
             sampled = bool(y & 1)

@@ -1,7 +1,9 @@
 """Requests put together from what front ends and engines recorded."""
 
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from llmobs import frontend, process
 from llmobs.agent.requests import RequestView
 from llmobs.agent.run import Run
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
-from llmobs.ring import Writer
+from llmobs.ring import Reader, Writer
 from tests.agent.test_steps import EVENTS, QUIET, STARTS, everything_agrees, play
 from tests.agent.world import World
 from tests.rings import ENGINE, FRONT, read_all
@@ -101,6 +104,21 @@ class Rings:
 @pytest.fixture
 def rings() -> Rings:
     return Rings()
+
+
+def test_a_request_is_dated_by_the_wall_clock(
+    rings: Rings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = process.Process(SimpleNamespace())  # type: ignore[arg-type]
+    state.ring = Writer(tmp_path / "a.ring", 16, FRONT)
+    monkeypatch.setattr(process, "_current", state)
+    before = time.time_ns()
+    frontend.arrive({"path": "/v1/chat/completions", "headers": []})
+    (record,), _ = read_all(Reader(tmp_path / "a.ring"))
+    rings.requests.feed(1, record)
+    (request,) = rings.requests.requests.values()
+    assert before - MS <= request.wall <= time.time_ns() + MS
+    assert request.wall_at == request.arrival
 
 
 def test_a_streamed_chat(rings: Rings) -> None:
