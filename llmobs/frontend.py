@@ -4,6 +4,7 @@ With engine.py and worker.py one of the three files that know vLLM's attributes.
 """
 
 import contextvars
+import functools
 import hashlib
 import itertools
 import random
@@ -68,6 +69,8 @@ class Edge:
     """A request: over HTTP from the ASGI edge on, else from the hand-over to the engine."""
 
     __slots__ = (
+        "_relay",
+        "_send",
         "admitted",
         "arrival",
         "beams",
@@ -84,6 +87,7 @@ class Edge:
         "model",
         "number",
         "open",
+        "passing",
         "refused",
         "route",
         "status",
@@ -114,8 +118,11 @@ class Edge:
         self.streamed = False
         self.yielded = False
         self.failed = False
+        self._relay: Any = None
+        self.passing = False
+        """Whether chunks go straight to the server: from the first one until the engine is done."""
 
-    # The ASGI side. These three run on the server's event loop, the second for every chunk.
+    # The ASGI side, on the server's event loop.
 
     def receiver(self, receive: Receive) -> Receive:
         async def observed() -> dict[str, Any]:
@@ -127,28 +134,40 @@ class Edge:
         return observed
 
     def sender(self, send: Send) -> Send:
-        def observed(message: dict[str, Any]) -> Awaitable[None]:
-            try:
-                if message["type"] == "http.response.body":
-                    if not self.first and message.get("body"):
-                        self._maybe_first()
-                    if not message.get("more_body"):
-                        self.final_sent = True
-                        return self._last(send, message)
-                elif message["type"] == "http.response.start":
-                    self.status = message["status"]
-                    self.streamed = any(
-                        name == b"content-type" and value.startswith(b"text/event-stream")
-                        for name, value in message.get("headers", ())
-                    )
-            except Exception:
-                GUARD.failed("http_edge")
-            return send(message)
+        """The server's `send`, watched until the first token and again for the last words."""
+        self._send = send
+        # What the app is given cannot be taken back, but a partial can be told to call another: no
+        # line of ours runs for a chunk in between (88 ns each, 22 ns by a partial: measured).
+        relay = self._relay = functools.partial(self._observe)
+        return relay
 
-        return observed
+    def _observe(self, message: dict[str, Any]) -> Awaitable[None]:
+        try:
+            if message["type"] == "http.response.body":
+                if not self.first and message.get("body"):
+                    self._maybe_first()
+                if not message.get("more_body"):
+                    self.final_sent = True
+                    return self._last(message)
+                if self.first and self.open:
+                    self.pass_sends(True)
+            elif message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.streamed = any(
+                    name == b"content-type" and value.startswith(b"text/event-stream")
+                    for name, value in message.get("headers", ())
+                )
+        except Exception:
+            GUARD.failed("http_edge")
+        return self._send(message)
 
-    async def _last(self, send: Send, message: dict[str, Any]) -> None:
-        await send(message)
+    def pass_sends(self, passing: bool) -> None:
+        """Let the chunks go straight to the server, or see them again."""
+        self._relay.__setstate__((self._send if passing else self._observe, (), {}, {}))
+        self.passing = passing
+
+    async def _last(self, message: dict[str, Any]) -> None:
+        await self._send(message)
         self.end = now()
 
     def _maybe_first(self) -> None:
@@ -502,6 +521,8 @@ def _end_sequence(live: Live, finish: Finish) -> None:
     ring = process_state.ring
     edge, state = live.edge, live.state
     del edge.open[state.request_id]
+    if edge.passing and not edge.open:
+        edge.pass_sends(False)  # the last chunk comes next
     if ring is None:
         return
     tokens = state.detokenizer.num_output_tokens() if state.detokenizer is not None else 0
@@ -571,9 +592,13 @@ def _http_done(edge: Edge, error: BaseException | None) -> None:
     """The app returned: the response is out, or will never be."""
     try:
         edge.http_done = True
+        edge._relay = None  # they refer to each other: no garbage for the collector
         edge.failed = (
             error is not None and not isinstance(error, OSError) and isinstance(error, Exception)
         )
+        if edge.passing:
+            edge.passing = False
+            edge.final_sent = error is None
         if not edge.final_sent and not edge.failed:
             edge.disconnected = not edge.refused
         edge.end = edge.end or now()

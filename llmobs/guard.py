@@ -100,6 +100,12 @@ def _picker(places: tuple[int, ...], names: tuple[str, ...]) -> Callable[..., tu
     if len(places) == 1:
         place, name = places[0], names[0]
         return lambda args, kwargs: (args[place] if place < len(args) else kwargs.get(name),)
+    if len(places) == 2:  # once a step: a loop takes twice as long
+        (one, other), (first, second) = places, names
+        return lambda args, kwargs: (
+            args[one] if one < len(args) else kwargs.get(first),
+            args[other] if other < len(args) else kwargs.get(second),
+        )
     pairs = tuple(zip(places, names, strict=True))
     return lambda args, kwargs: tuple(
         args[place] if place < len(args) else kwargs.get(name) for place, name in pairs

@@ -122,6 +122,7 @@ class EngineView:
         self.behind: dict[int, int] = {}
         self.pairs: list[int] = []
         self.skips: list[int] = []
+        self.more: list[int] = []
         self.recomputing: dict[int, list[Sequence]] = {}
         self.resync = False
         self.snapshot: set[int] | None = None
@@ -136,6 +137,7 @@ class EngineView:
             Kind.PREEMPT: self._preempt,
             Kind.TOKENS: self._tokens,
             Kind.SKIP: self._skip,
+            Kind.MORE: self._more,
             Kind.STEP: self._step,
             Kind.LEAVE: self._leave,
             Kind.SNAPSHOT: self._snapshot,
@@ -196,6 +198,7 @@ class EngineView:
         self.behind.clear()
         self.pairs.clear()
         self.skips.clear()
+        self.more.clear()
         self.recomputing.clear()
         self.unmatched.clear()
         self.forwards.clear()
@@ -261,6 +264,9 @@ class EngineView:
 
     def _skip(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         self.skips += _numbers(columns)[:x]
+
+    def _more(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.more += _numbers(columns)[:x]
 
     def _step(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         start, scheduled, update, count, tokens, _, waiting = columns[:7]
@@ -341,6 +347,10 @@ class EngineView:
                 self.gaps(cell).observe(gap, count)
                 if gap > SLO.buckets[cell % schema.BUCKETS].token_gap:
                     self._slow_gap(cell, gap, seen)
+        more, self.more = self.more, []
+        for cell, tokens in zip(more[::2], more[1::2], strict=True):
+            if tokens:  # at once with the one each that is booked above
+                self.gaps(cell).observe(0.0, tokens)
         for sequence in beginning:
             if sequence.preemptions and not sequence.preemptions[-1].end:
                 sequence.preemptions[-1].end = time
