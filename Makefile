@@ -40,6 +40,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.agent
+	$(BIN)/python -m benchmarks.replay
 
 clean:
 	rm -rf $(VENV) .demo

@@ -34,8 +34,8 @@ TICK = os.sysconf("SC_CLK_TCK")
 NORMAL = Traffic()
 INCIDENT = Traffic(streams=144, preprocess_ns=400_000_000, stall_every=2000)
 """Every request misses its target for the first token, and every 10 s all wait for 300 ms."""
-FAST = Traffic(step_ns=250_000, preprocess_ns=100_000)
-"""The same steps and requests, at 20 times the pace."""
+FAST = Traffic(step_ns=200_000, preprocess_ns=80_000)
+"""The same steps and requests, at 25 times the pace."""
 FLOOD = Traffic(arrivals=50, tokens=(4, 12), running=1 << 20, budget=1 << 30)
 """10,000 requests a second: 50 before each of 200 steps."""
 HALF_A_RING = 7_500
@@ -299,17 +299,17 @@ def steady(seconds: float) -> bool:
     )
     print("| --- | --- | --- | --- | --- | --- |")
     wrong = False
-    for name, traffic, every, alive in (
-        ("in order", NORMAL, 10, True),
-        ("in order", NORMAL, 1, True),
-        ("in order, collector dead", NORMAL, 10, False),
-        ("every request misses", INCIDENT, 10, True),
+    for name, traffic, every, alive, length in (
+        ("in order", NORMAL, 10, True, seconds),
+        ("in order", NORMAL, 1, True, seconds / 2),
+        ("in order, collector dead", NORMAL, 10, False, seconds / 2),
+        ("every request misses", INCIDENT, 10, True, seconds / 2),
     ):
         collector = Collector()
         url = collector.url if alive else "http://127.0.0.1:9"
         with watched(url) as server:
             server.do("stream", traffic, 1000)
-            looks = server.measured(min(every, seconds / 2), "stream", traffic, int(seconds * 200))
+            looks = server.measured(min(every, length / 2), "stream", traffic, int(length * 200))
             times = list(server.scrapes)
             server.do("drain", traffic)
             wrong |= complain(name, differences_of_all(server.settled(), server.truth))
@@ -322,11 +322,11 @@ def steady(seconds: float) -> bool:
 
 
 def hour(steps: int) -> bool:
-    """As many records as an hour has at 200 steps a second, at 20 times the pace."""
+    """As many records as an hour has at 200 steps a second, at 25 times the pace."""
     collector = Collector()
     with watched(collector.url) as server:
         # The page every 10 s of that hour; so the writer learns how far the agent is, too.
-        looks = server.measured(0.5, "stream", FAST, steps, HALF_A_RING)
+        looks = server.measured(0.4, "stream", FAST, steps, HALF_A_RING)
         times = list(server.scrapes)
         server.do("drain", FAST)
         figures = server.settled()
@@ -410,7 +410,7 @@ def main() -> int:
             "| requests told whole | afterwards | RSS MB before, at most, after "
             "| page median / worst ms |\n" + RULE * 9 + "|"
         )
-        wrong |= flood(600 if options.quick else 4000, 0)
+        wrong |= flood(600 if options.quick else 3000, 0)
         wrong |= flood(600 if options.quick else 2000, 1 if options.quick else 3)
     return int(wrong)
 

@@ -394,3 +394,27 @@ def test_a_first_token_is_booked_to_its_engine(
     for number in (0, 1):
         child = children["deepseek-v4", str(number), "0-1k", "first"]
         assert sum(child.counts) == int(number == engine)
+
+
+def test_what_spans_a_gap_is_given_up_at_once(rings: Rings) -> None:
+    """Also the engine's part of it: of those that wait no snapshot speaks."""
+    rings.front(ARRIVE, 1000, 1, 1)
+    rings.front(ADMIT, 1010, 1, HTTP, 0, 55, 10, 100)
+    rings.engine(JOIN, 1020, 7, 0, 0, 55, 10)
+    rings.view.gap()
+    rings.front(END, 1100, 1, ABORT, 200, 0, 0, 1000 * MS, 1, 0)
+    rings.requests.tidy(1101 * MS, True)
+    assert rings.requests.incomplete == 1
+    assert not rings.requests.finished
+    assert not rings.requests.requests
+    assert not rings.requests.ending
+    assert not rings.view.sequences
+
+
+def test_sequences_without_a_front_end_are_not_kept_without_limit(rings: Rings) -> None:
+    for number in range(6000):
+        rings.engine(JOIN, 1000, number, 0, 0, number, 10)
+    rings.view.gap()
+    rings.requests.tidy(1001 * MS, True)
+    assert list(rings.requests.orphans) == list(range(1000, 6000))
+    assert list(rings.view.sequences) == list(range(1000, 6000))
