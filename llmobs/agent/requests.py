@@ -243,6 +243,8 @@ class RequestView:
                 self._finish(identity, request)
         for key, (engine, sequence) in list(self.orphans.items()):
             too_many = len(self.orphans) > ORPHANS_KEPT
+            if too_many:  # its front end may yet speak of it: to that request this is a gap
+                self.engine_gap(max(self._engines_lost_until, sequence.joined))
             if too_many or now - max(sequence.joined, sequence.left) > ORPHANS_NS:
                 del self.orphans[key]
                 engine.forget(sequence)
