@@ -245,7 +245,9 @@ class Engine:
         pause = getattr(scheduler, "_pause_state", None)
         if pause is not None and pause.name != "UNPAUSED":
             return Wait.PAUSED
-        deferred = getattr(scheduler, "deferred_waiting", None) or ()
+        deferred: Any = getattr(scheduler, "deferred_waiting", None)
+        if deferred is None:  # until 0.30 vLLM kept them in a queue of their own
+            deferred = getattr(scheduler, "skipped_waiting", ())
         if len(deferred) * 2 > self.waiting:
             status = next(iter(deferred)).status.name
             return BLOCKED.get(status, Wait.ADAPTER)

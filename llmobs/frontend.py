@@ -339,10 +339,10 @@ def starts(instance: Any, vllm_config: Any) -> None:
     import vllm
 
     state = process.current()
-    traces = vllm_config.observability_config.otlp_traces_endpoint
-    state.vllm_traces = traces is not None
-    model = str(vllm_config.model_config.served_model_name)
-    state.open("api_server", model, vllm=vllm.__version__)
+    # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
+    version = str(getattr(vllm, "__version__", None) or "unknown")
+    state.open("api_server", str(vllm_config.model_config.served_model_name), vllm=version)
+    state.vllm_traces = vllm_config.observability_config.otlp_traces_endpoint is not None
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:
