@@ -29,7 +29,6 @@ DRAFT = schema.PROCESS_CELL["spec_tokens"]
 # vLLM's RequestStatus by name: its numbers move between releases.
 BLOCKED = {
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": Wait.GRAMMAR,
-    "WAITING_FOR_FSM": Wait.GRAMMAR,
     "WAITING_FOR_REMOTE_KVS": Wait.REMOTE_KV,
     "WAITING_FOR_STREAMING_REQ": Wait.INPUT,
 }

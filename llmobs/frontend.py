@@ -15,6 +15,7 @@ from typing import Any
 
 from llmobs import process, schema
 from llmobs.guard import GUARD
+from llmobs.ring import Writer
 from llmobs.schema import Finish, Flag, Kind, Outcome, Route
 from llmobs.slo import SLO
 
@@ -244,7 +245,7 @@ def arrive(scope: dict[str, Any]) -> Edge | None:
     return edge
 
 
-def _put_arrival(ring: Any, edge: Edge, headers: Any) -> None:
+def _put_arrival(ring: Writer, edge: Edge, headers: Any) -> None:
     trace = span = flags = 0
     state = b""
     for name, value in headers:
@@ -584,7 +585,7 @@ def _http_done(edge: Edge, error: BaseException | None) -> None:
         GUARD.failed("http_edge")
 
 
-def _maybe_end(ring: Any, edge: Edge) -> None:
+def _maybe_end(ring: Writer, edge: Edge) -> None:
     """Count and record the end, once the response is out and all sequences ended."""
     if edge.open or not edge.http_done:
         return

@@ -11,7 +11,6 @@ from llmobs.engine import Engine
 RUNNING = {"running": [1], "max_num_running_reqs": 2, "max_num_scheduled_tokens": 100}
 REASONS = [
     ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "GRAMMAR"),
-    ("WAITING_FOR_FSM", "GRAMMAR"),
     ("WAITING_FOR_REMOTE_KVS", "REMOTE_KV"),
     ("WAITING_FOR_STREAMING_REQ", "INPUT"),
     ("WAITING", "ADAPTER"),
