@@ -18,7 +18,7 @@ ARGS = (
     "--speculative-config",
     '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}',
 )
-# Older ones take any number: `make versions` leaves the tests of the full queue out there.
+# Older ones take any number: `make versions` leaves the tests of the refusals out there.
 LIMIT = (f"--max-num-queued-reqs={QUEUE}",) if VLLM >= (0, 30) else ()
 BURSTS = 8
 
@@ -178,7 +178,7 @@ def test_a_refusal_for_want_of_room_is_a_bad_verdict(
     )
 
 
-def test_gauges_return_to_zero_and_nothing_failed(
+def test_gauges_return_to_zero_after_the_refusals_and_nothing_failed(
     served: Served, refused: tuple[list[Call], Figures]
 ) -> None:
     figures = served.page.figures()

