@@ -457,6 +457,8 @@ class Engine:
 # engines one after another (a script with LLM) follows the newest.
 
 ENGINE: Engine | None = None
+FOLLOWED = {"join", "schedule", "update", "leave"}
+"""Where a vLLM has no place for one of these, what is kept of sequences and steps only grows."""
 
 
 def starts(scheduler: Any, vllm_config: Any) -> None:
@@ -476,7 +478,8 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
             for cell in range(first, first + 2 * schema.BUCKETS):
                 state.ring.cells[cell] = 0
         state.ring.cells[WAITING_TOKENS] = 0
-        ENGINE = Engine(state.ring, several)
+        if not FOLLOWED & state.missing.keys():
+            ENGINE = Engine(state.ring, several)
 
 
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:

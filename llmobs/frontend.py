@@ -189,6 +189,8 @@ class BeamCall:
 EDGE: contextvars.ContextVar[Edge | None] = contextvars.ContextVar("llmobs_edge", default=None)
 BEAM: contextvars.ContextVar[BeamCall | None] = contextvars.ContextVar("llmobs_beam", default=None)
 LIVE: dict[str, Live] = {}
+ENDINGS = {"finish", "abort"}
+"""Where a vLLM has no place for one of these probes, LIVE would only grow."""
 _FAMILIES: dict[str, Edge] = {}
 """Without HTTP: the request of each parent of several sequences."""
 
@@ -381,6 +383,8 @@ def admitted(
     ring = state.ring
     request_id = request.request_id
     if ring is None or request_id in LIVE:  # the latter: one more chunk of a streamed input
+        return
+    if ENDINGS & state.missing.keys():
         return
     time_now = now()
     edge, wall = EDGE.get(), 0

@@ -386,6 +386,23 @@ def test_the_wrapped_app_is_the_app(server: Server) -> None:
     assert config.loaded_app is once
 
 
+@pytest.mark.parametrize("missing", ["finish", "abort"])
+def test_where_no_end_of_a_sequence_is_seen_none_is_kept(server: Server, missing: str) -> None:
+    server.state.miss(missing, "gone")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        frontend.processed(None, server.request(), None)
+        server.admit(server.request())
+        await send(start())
+        await send(body())
+
+    server.post(app)
+    assert frontend.LIVE == {}
+    assert [record[0] for record in server.records()] == [ARRIVE, END]
+    assert server.total("received", 0) == server.total("ended", 0, STOP) == 1
+    assert GUARD.failures == {}
+
+
 # What vLLM says of itself
 
 

@@ -4,12 +4,12 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmobs import frontend, plugin, probes, process
+from llmobs import engine, frontend, plugin, probes, process
 from llmobs.guard import GUARD
 from llmobs.probes import PROBES, attach, detach
 from llmobs.ring import Reader
@@ -88,6 +88,37 @@ def test_wraps_what_is_there(modules: dict[str, Any]) -> None:
 
 
 # What a vLLM does not have
+
+
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(served_model_name="deepseek-v4"),
+    parallel_config=SimpleNamespace(data_parallel_index=0),
+    speculative_config=None,
+)
+
+
+def test_a_forked_child_knows_what_its_parent_found_missing(
+    runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.mark_server()
+    process.current().miss("leave", "leave is gone")
+    process._forked()  # what a fork's child does first
+    process.current().open("engine_core", "deepseek-v4")
+    assert header()["missing"] == ["leave"]
+    assert [record.getMessage() for record in caplog.records] == ["leave is gone"]
+
+
+@pytest.mark.parametrize("missing", ["join", "schedule", "update", "leave", "preempt", None])
+def test_what_would_only_grow_is_not_kept(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
+    monkeypatch.setattr(engine, "ENGINE", None)
+    process.mark_server()
+    if missing is not None:
+        process.current().miss(missing, "gone")
+    engine.starts(None, CONFIG)
+    assert header()["roles"] == ["engine_core"]
+    assert (engine.ENGINE is not None) == (missing in ("preempt", None))
 
 
 def header() -> dict[str, Any]:
