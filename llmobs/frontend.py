@@ -16,6 +16,7 @@ from typing import Any
 
 from llmobs import process, schema
 from llmobs.guard import GUARD
+from llmobs.ring import Writer
 from llmobs.schema import Finish, Flag, Kind, Outcome, Route
 from llmobs.slo import SLO
 
@@ -207,6 +208,8 @@ class BeamCall:
 EDGE: contextvars.ContextVar[Edge | None] = contextvars.ContextVar("llmobs_edge", default=None)
 BEAM: contextvars.ContextVar[BeamCall | None] = contextvars.ContextVar("llmobs_beam", default=None)
 LIVE: dict[str, Live] = {}
+ENDINGS = {"finish", "abort"}
+"""Where a vLLM has no place for one of these probes, LIVE would only grow."""
 _FAMILIES: dict[str, Edge] = {}
 """Without HTTP: the request of each parent of several sequences."""
 
@@ -263,7 +266,7 @@ def arrive(scope: dict[str, Any]) -> Edge | None:
     return edge
 
 
-def _put_arrival(ring: Any, edge: Edge, headers: Any) -> None:
+def _put_arrival(ring: Writer, edge: Edge, headers: Any) -> None:
     trace = span = flags = 0
     state = b""
     for name, value in headers:
@@ -358,10 +361,10 @@ def starts(instance: Any, vllm_config: Any) -> None:
     import vllm
 
     state = process.current()
-    traces = vllm_config.observability_config.otlp_traces_endpoint
-    state.vllm_traces = traces is not None
-    model = str(vllm_config.model_config.served_model_name)
-    state.open("api_server", model, vllm=vllm.__version__)
+    # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
+    version = str(getattr(vllm, "__version__", None) or "unknown")
+    state.open("api_server", str(vllm_config.model_config.served_model_name), vllm=version)
+    state.vllm_traces = vllm_config.observability_config.otlp_traces_endpoint is not None
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:
@@ -399,6 +402,8 @@ def admitted(
     ring = state.ring
     request_id = request.request_id
     if ring is None or request_id in LIVE:  # the latter: one more chunk of a streamed input
+        return
+    if ENDINGS & state.missing.keys():
         return
     time_now = now()
     edge, wall = EDGE.get(), 0
@@ -609,7 +614,7 @@ def _http_done(edge: Edge, error: BaseException | None) -> None:
         GUARD.failed("http_edge")
 
 
-def _maybe_end(ring: Any, edge: Edge) -> None:
+def _maybe_end(ring: Writer, edge: Edge) -> None:
     """Count and record the end, once the response is out and all sequences ended."""
     if edge.open or not edge.http_done:
         return

@@ -40,6 +40,8 @@ class Process:
         self.models: list[str] = []
         self.roles: list[str] = []
         self.probes: dict[str, int] = {}
+        self.missing: dict[str, str] = {}
+        """What to say of the probes that this vLLM has no place for."""
         self.extra: dict[str, Any] = {}
         self.vllm_traces = False
         """Whether vLLM's own tracing is on."""
@@ -80,6 +82,8 @@ class Process:
                 return
             for probe, failures in GUARD.failures.items():
                 self._count_failure(probe, failures)
+            for probe in self.missing:
+                self._say_missing(probe)
             if self.settings.agent is None:
                 watch = threading.Thread(
                     target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
@@ -106,6 +110,7 @@ class Process:
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
+            "missing": list(self.missing),
             "probe_numbers": self.probe_numbers,
             **self.extra,
         }
@@ -114,6 +119,26 @@ class Process:
         """Bring the header up to date. Called where something in it changed, never per request."""
         if self.ring is not None:
             self.ring.write_info(self._info())
+
+    def miss(self, probe: str, said: str) -> None:
+        """This vLLM has no place for a probe. A process that is no server keeps it to itself."""
+        self.probes[probe] = 0
+        self.missing[probe] = said
+        if self.ring is not None:
+            self.write_info()
+            self._say_missing(probe)
+
+    def _say_missing(self, probe: str) -> None:
+        """Log it in the first process of the server that gets to it."""
+        assert self.ring is not None
+        server = Path(os.environ.get(SERVER_RUN, "")).name
+        try:
+            (self.ring.path.parent / f"missing-{server}-{probe}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # better said twice than not at all
+        log.warning("%s", self.missing[probe])
 
     def model(self, adapter: str | None) -> int:
         """The block of cells for an adapter (None: the served model itself)."""
@@ -253,6 +278,7 @@ def _forked() -> None:
     if _current is not None:
         parent, _current = _current, Process(_current.settings)
         _current.probes = dict(parent.probes)
+        _current.missing = dict(parent.missing)
         _current.probe_numbers = parent.probe_numbers
 
 

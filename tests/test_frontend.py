@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -459,6 +460,50 @@ def test_the_wrapped_app_is_the_app(server: Server) -> None:
     once = config.loaded_app
     frontend.wrap_app(None, None, config)
     assert config.loaded_app is once
+
+
+@pytest.mark.parametrize("missing", ["finish", "abort"])
+def test_where_no_end_of_a_sequence_is_seen_none_is_kept(server: Server, missing: str) -> None:
+    server.state.miss(missing, "gone")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        frontend.processed(None, server.request(), None)
+        server.admit(server.request())
+        await send(start())
+        await send(body())
+
+    server.post(app)
+    assert frontend.LIVE == {}
+    assert [record[0] for record in server.records()] == [ARRIVE, END]
+    assert server.total("received", 0) == server.total("ended", 0, STOP) == 1
+    assert GUARD.failures == {}
+
+
+# What vLLM says of itself
+
+
+NIGHTLY = "0.21.0rc1.dev12+gabc.d20260401.cu129"
+VERSIONS = [
+    *[(said, said) for said in ("0.33.0", NIGHTLY, "dev", "unknown")],
+    *[(None, "unknown"), ("", "unknown"), ((0, 33), "(0, 33)"), (..., "unknown")],
+]
+
+
+@pytest.mark.parametrize(("said", "shown"), VERSIONS)
+def test_any_version_of_vllm_is_taken(
+    server: Server, monkeypatch: pytest.MonkeyPatch, said: Any, shown: str
+) -> None:
+    vllm = ModuleType("vllm")
+    if said is not ...:
+        vllm.__version__ = said  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="deepseek-v4"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint="http://collector"),
+    )
+    frontend.starts(None, config)
+    assert server.reader.info()["vllm"] == shown
+    assert server.state.vllm_traces
 
 
 # Trace context

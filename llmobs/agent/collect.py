@@ -162,16 +162,18 @@ def _attached(run: Run) -> Samples:
     for source in run.sources.values():
         if not source.alive:
             continue
+        missing = source.info.get("missing", ())
         for probe, attached in source.info.get("probes", {}).items():
             role = ROLES.get(probe, "")
-            if role in source.roles:
+            # The one that would give a process its role may be the missing one.
+            if role in source.roles or (role and probe in missing):
                 key = (source.models[0], role, probe)
                 samples[key] = min(samples.get(key, 1), attached)
     return samples
 
 
 def _build(run: Run) -> Samples:
-    versions = [s.info["vllm"] for s in run.sources.values() if "vllm" in s.info]
+    versions = [str(s.info["vllm"]) for s in run.sources.values() if "vllm" in s.info]
     return {(_served(run), __version__, versions[0] if versions else ""): 1}
 
 
