@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench versions clean debian
+.PHONY: demo test shapes versions lint docs bench clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -27,6 +27,21 @@ demo: $(READY)
 
 test: $(READY) debian lint
 	$(BIN)/python -m pytest
+
+# Every shape in which vLLM runs; the table in docs/reliability.md is its result. Beside the
+# environment, so that the other tests do without: vLLM's Rust front end, which the CPU build lacks,
+# and what its gRPC server needs.
+RUST = import glob, zipfile; zipfile.ZipFile(*glob.glob("vllm-*.whl")).extract("vllm/vllm-rs")
+$(VENV)/shapes: requirements/shapes.txt $(READY)
+	rm -rf $@ $@.new
+	$(BIN)/pip install --quiet --no-deps --target $@.new --requirement $<
+	$(BIN)/pip download --quiet --no-deps --dest $@.new vllm==0.32.0
+	cd $@.new && $(PYTHON) -c '$(RUST)' && rm vllm-*.whl \
+		&& mv vllm/vllm-rs . && rmdir vllm && chmod +x vllm-rs
+	mv $@.new $@
+
+shapes: $(READY) $(VENV)/shapes
+	$(BIN)/python -m tests.shapes
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ Everything here is O(changes) per step: in steady decode a step is one record, w
 
 import itertools
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -95,6 +96,8 @@ class Engine:
 
     def __init__(self, ring: Writer, several_tokens: bool) -> None:
         self.ring = ring
+        self.front_end: bool | None = None
+        """Whether an observed front end sends the requests; None until the first one came."""
         self.several_tokens = several_tokens
         self.sequences: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
@@ -177,7 +180,7 @@ class Engine:
         flags = 0
         if params is None:
             flags = Flag.POOLING
-        elif is_cut(params):
+        elif is_cut(params) and self.front_end is not False:
             flags = Flag.CUT
         lora = request.lora_request
         model = process.current().model(lora.lora_name if lora is not None else None)
@@ -574,9 +577,16 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     engine = getattr(vllm_config.parallel_config, "data_parallel_index", None)
     if engine is None:
         engine = vllm_config.parallel_config.data_parallel_rank
-    state.open("engine_core", str(model.served_model_name), engine=engine)
+    version = getattr(sys.modules.get("vllm"), "__version__", "")
+    state.open("engine_core", str(model.served_model_name), engine=engine, vllm=version)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
+    if _rust(vllm_config.parallel_config):
+        state.lacks("foreign_frontend", "front_end", "http_edge")
+    if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
+        "worker"
+    ):
+        state.lacks("ray", "worker")  # they were made before the scheduler
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)
@@ -587,9 +597,25 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
             ENGINE = Engine(state.ring, several)
 
 
+def _rust(parallel_config: Any) -> bool:
+    """Whether vLLM's Rust front end is used: asked for, and this is the configuration of the
+    launcher, which alone takes notice of that variable."""
+    if getattr(parallel_config, "_api_process_rank", 0) != -1:
+        return False
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
-    if ENGINE is not None:
-        ENGINE.join(request)
+    if ENGINE is None:
+        return
+    if ENGINE.front_end is None:
+        state = process.current()
+        ENGINE.front_end = state.sees("api_server")  # its ring was there before it sent anything
+        if not ENGINE.front_end:
+            state.lacks("foreign_frontend", "front_end", "http_edge")
+    ENGINE.join(request)
 
 
 def schedule_starts(scheduler: Any) -> int:

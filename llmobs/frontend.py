@@ -365,6 +365,9 @@ def starts(instance: Any, vllm_config: Any) -> None:
     version = str(getattr(vllm, "__version__", None) or "unknown")
     state.open("api_server", str(vllm_config.model_config.served_model_name), vllm=version)
     state.vllm_traces = vllm_config.observability_config.otlp_traces_endpoint is not None
+    # Only vLLM's gRPC server imports this module (the package is in every process, as a plugin).
+    if "smg_grpc_servicer.vllm.servicer" in sys.modules:
+        state.lacks("grpc", "http_edge")
 
 
 def _know_bucket(edge: Edge, request: Any) -> None:

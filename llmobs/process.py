@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llmobs import __version__, schema
+from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
-from llmobs.ring import SUFFIX, Writer, start_ticks
+from llmobs.ring import SUFFIX, Reader, RingError, Writer, start_ticks
 from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, Settings, read_settings
 
 log = logging.getLogger("llmobs")
@@ -43,6 +44,8 @@ class Process:
         self.missing: dict[str, str] = {}
         """What to say of the probes that this vLLM has no place for."""
         self.extra: dict[str, Any] = {}
+        self.lacking: dict[str, str] = {}
+        """Features that this process knows to be unavailable, with the reason."""
         self.vllm_traces = False
         """Whether vLLM's own tracing is on."""
         self.probe_numbers: dict[str, int] = {}
@@ -112,6 +115,7 @@ class Process:
             "probes": self.probes,
             "missing": list(self.missing),
             "probe_numbers": self.probe_numbers,
+            "lacking": self.lacking,
             **self.extra,
         }
 
@@ -139,6 +143,28 @@ class Process:
         except OSError:
             pass  # better said twice than not at all
         log.warning("%s", self.missing[probe])
+    def lacks(self, reason: str, *features: str) -> None:
+        """Say, here and on the page, that something cannot be told of this server."""
+        if features[0] not in self.lacking:
+            self.lacking |= dict.fromkeys(features, reason)
+            log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
+            self.write_info()
+
+    def sees(self, role: str) -> bool:
+        """Whether some process of this server with that role is observed, by its ring."""
+        if self.ring is None or role in self.roles:
+            return True
+        mine = self._info()["server"]
+        for path in self.ring.path.parent.glob(f"{role}-*{SUFFIX}"):
+            try:
+                reader = Reader(path)
+            except RingError:
+                continue
+            server = reader.info().get("server", mine)  # missing while it is being rewritten
+            reader.close()
+            if server == mine:
+                return True
+        return False
 
     def model(self, adapter: str | None) -> int:
         """The block of cells for an adapter (None: the served model itself)."""
@@ -157,6 +183,11 @@ class Process:
         number = self.probe_numbers.get(probe)
         if self.ring is not None and number is not None:
             self.ring.cells[schema.GUARD_CELL + number] += failures
+
+
+def is_first() -> bool:
+    """Whether this process is the first of its server, as far as it knows."""
+    return Path(os.environ.get(SERVER_RUN, "")).name.partition("-")[0] == str(os.getpid())
 
 
 def mark_server() -> None:
@@ -216,9 +247,9 @@ def _watch(process: Process, folder: Path) -> None:
     """Keep an agent alive as long as this process lives, and say once where the metrics are."""
     said: list[str] = []
     stamp = folder / "agent.started"
-    speaker = process.roles[0] == "api_server"
     starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
+        speaker = process.roles[0] == "api_server" or "front_end" in process.lacking
         try:
             if not folder.exists():
                 log.warning("llmobs: off in this process, its run folder %s was removed", folder)

@@ -222,7 +222,8 @@ class RequestView:
         """A sequence came to the engine, or the engine is done with it (`left` is set then)."""
         identity = self.by_key.get(sequence.key)
         if identity is None:
-            self.orphans[sequence.key] = engine, sequence
+            if engine.front_end:
+                self.orphans[sequence.key] = engine, sequence
             return
         request = self.requests[identity]
         admission = request.admissions[sequence.key]

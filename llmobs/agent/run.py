@@ -155,6 +155,7 @@ class Run:
                 self.requests.default_engine = min(name for _, name in self.engines)
                 self.requests.several_engines = len(self.engines) > 1
             source.engine = engine
+            engine.front_end = "front_end" not in info.get("lacking", {})
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
         for model in models:
@@ -276,6 +277,7 @@ class Run:
 def described(info: dict[str, Any]) -> bool:
     """Whether a header says what the rest relies on."""
     roles, models, probes = info.get("roles"), info.get("models"), info.get("probes", {})
+    lacking = info.get("lacking", {})
     return (
         isinstance(roles, list)
         and bool(roles)
@@ -286,4 +288,6 @@ def described(info: dict[str, Any]) -> bool:
         and isinstance(probes, dict)
         and all(type(attached) is int for attached in probes.values())
         and isinstance(info.get("missing", []), list)
+        and isinstance(lacking, dict)
+        and all(isinstance(reason, str) for reason in lacking.values())
     )

@@ -110,6 +110,8 @@ class EngineView:
         self._changed = changed
         self._slow = slow
         self.models: list[str] = []
+        self.front_end = True
+        """Whether some front end will speak of the sequences."""
         self.sequences: dict[int, Sequence] = {}
         self.log: npt.NDArray[np.void] = np.zeros(STEPS_KEPT, STEP_COLUMNS)
         self._ends: npt.NDArray[np.int64] = self.log["end"]
