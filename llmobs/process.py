@@ -195,8 +195,12 @@ def _watch(process: Process, folder: Path) -> None:
     starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
         try:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+            if not process.ring.path.exists():
+                log.warning(
+                    "llmobs: its file in the run folder %s was removed; an agent that runs "
+                    "reads on, but none is started again from this process",
+                    folder,
+                )
                 return
             if agent_runs(folder):
                 starts = 0

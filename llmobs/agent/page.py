@@ -33,6 +33,19 @@ class _Server(ThreadingHTTPServer, WSGIServer):
     allow_reuse_address = True
     request_queue_size = 64
 
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptor is left: the connection still waits, and to try again at once would take
+            # a whole core until there is one.
+            time.sleep(0.1)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The default writes a traceback of each client that left early, into a log without end.
+        log.debug("a request to the page failed", exc_info=True)
+
 
 class _Handler(WSGIRequestHandler):
     timeout = 10
