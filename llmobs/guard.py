@@ -20,6 +20,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
+        self.total = 0
         self._said: set[str] = set()
         self.on_failure: Callable[[str], None] | None = None
 
@@ -27,6 +28,7 @@ class Guard:
         """Count one failure; must be called from an `except` block. The first of each probe is said
         with its traceback, at debug level all are."""
         try:
+            self.total += 1
             self.failures[probe] = self.failures.get(probe, 0) + 1
             if probe not in self._said:
                 self._said.add(probe)

@@ -1,0 +1,77 @@
+"""What came of the faults, added up over several runs, and the table in docs/reliability.md."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.reliability import write_section
+
+PATH = Path(".chaos") / "results.json"
+HEADER = (
+    *("fault", "injected", "failed requests", "counters exact", "orphans"),
+    *("server's end, s", "agent's end after it, s"),
+)
+
+
+@dataclass
+class Result:
+    """One injection. `inexact` says what differed; the ends are None where the server ran on."""
+
+    fault: str
+    failed: int = 0
+    inexact: str = ""
+    orphans: int | None = None
+    server_s: float | None = None
+    agent_s: float | None = None
+    unmeasured: bool = False
+    """Whether there are no counters to look at: llmobs was off."""
+
+    @property
+    def good(self) -> bool:
+        return not (self.failed or self.inexact or self.orphans)
+
+
+def load(path: Path = PATH) -> list[Result]:
+    try:
+        return [Result(**result) for result in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
+
+
+def save(results: Iterable[Result], path: Path = PATH) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps([asdict(result) for result in results]))
+
+
+def rows(results: Iterable[Result]) -> list[list[object]]:
+    """A row for each fault, in the order of their first injection, and one for all."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.fault].append(result)
+    everything = [result for group in groups.values() for result in group]
+    return [*(_row(name, group) for name, group in groups.items()), _row("all", everything)]
+
+
+def _row(name: str, group: list[Result]) -> list[object]:
+    looked = [result for result in group if not result.unmeasured]
+    exact = f"{sum(not result.inexact for result in looked)} of {len(looked)}" if looked else "off"
+    orphans = [result.orphans for result in group if result.orphans is not None]
+    return [
+        *(name, len(group), sum(result.failed for result in group), exact),
+        sum(orphans) if orphans else "",
+        _seconds([r.server_s for r in group if r.server_s is not None]),
+        _seconds([r.agent_s for r in group if r.agent_s is not None]),
+    ]
+
+
+def _seconds(values: list[float]) -> str:
+    if not values:
+        return ""
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def write(results: list[Result], intro: str) -> None:
+    write_section("Faults", HEADER, rows(results), intro)
