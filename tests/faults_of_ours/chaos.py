@@ -28,8 +28,8 @@ into a real server while it answers requests of which the client knows the count
   under way are that fault's own and not among them.
 - *Counters exact*: afterwards the totals in the rings are what the client knows, to the request and
   the token, and the agent's page says the same. A probe that raises counts nothing: its failures
-  are counted one by one, and all is exact again for what comes after it. Of a server that was killed:
-  what it had served; what was under way is received and ended at most once.
+  are counted one by one, and all is exact again for what comes after it. Of a server that was
+  killed: what it had served; what was under way is received and ended at most once.
 - *Orphans*: agents left {end:.0f} s after the server."""
 
 
@@ -143,13 +143,16 @@ def main() -> int:
         if options.lives or options.life:
             yield from lives(options.seed, options.life, options.lives)
 
-    for result in all_of_them():
-        results.append(result)
-        print(
-            f"{time.monotonic() - began:6.0f} s {len(results) - before:5} {result.fault}: "
-            + ("good" if result.good else f"BAD {result}"),
-            flush=True,
-        )
+    try:
+        for result in all_of_them():
+            results.append(result)
+            print(
+                f"{time.monotonic() - began:6.0f} s {len(results) - before:5} {result.fault}: "
+                + ("good" if result.good else f"BAD {result}"),
+                flush=True,
+            )
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
     save(results)
     print("\n" + " | ".join(HEADER))
     for row in rows(results):
