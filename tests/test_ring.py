@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import signal
 import struct
 import tempfile
 import threading
@@ -447,3 +448,20 @@ def test_the_helper_names_rings_as_the_server_does(tmp_path: Path) -> None:
     new_ring(tmp_path, ENGINE)
     (ring,) = tmp_path.iterdir()
     assert ring.name.startswith(f"engine_core-{os.getpid()}-")
+
+
+def test_a_file_cut_short_under_its_writer_ends_the_writer(tmp_path: Path) -> None:
+    """The one thing that the server does not survive (docs/architecture.md says so): only its own
+    user can do it, who could kill it as well."""
+    code = (
+        "import os, sys; from pathlib import Path; from llmobs.ring import Writer\n"
+        "ring = Writer(Path(sys.argv[1]) / 'a.ring', 1000, {})\n"
+        "ring.put(1, 2)\n"
+        "os.truncate(ring.path, 4096)\n"
+        "ring.put(1, 2)"
+    )
+    process = python(code, tmp_path)
+    process.communicate()
+    assert process.returncode == -signal.SIGBUS
+    ring = Writer(tmp_path / "b.ring", 16, {})
+    assert ring.path.stat().st_mode & 0o777 == 0o600
