@@ -9,12 +9,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.faults_of_ours.bench import Bench, Load, known, open_folder
 from tests.faults_of_ours.faults import FAULTS, POINTS, Fault
 from tests.faults_of_ours.lives import LIVES
-from tests.faults_of_ours.results import HEADER, Result, load, rows, save, write
+from tests.faults_of_ours.results import FOLDER, HEADER, Result, forget, load, rows, save, write
 
 BATCH = 40
 ENVIRONMENTS = {
@@ -130,8 +129,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="at most, for each server")
     parser.add_argument("--fresh", action="store_true", help="forget the runs before")
     options = parser.parse_args()
-    results = [] if options.fresh else load()
-    began, before = time.monotonic(), len(results)
+    if options.fresh:
+        forget()
+    results: list[Result] = []
+    began = time.monotonic()
     kinds = options.bench or list(ENVIRONMENTS)
     shares = [options.injections // len(kinds)] * len(kinds)
     shares[0] += options.injections - sum(shares)
@@ -147,36 +148,35 @@ def main() -> int:
         for result in all_of_them():
             results.append(result)
             print(
-                f"{time.monotonic() - began:6.0f} s {len(results) - before:5} {result.fault}: "
+                f"{time.monotonic() - began:6.0f} s {len(results):5} {result.fault}: "
                 + ("good" if result.good else f"BAD {result}"),
                 flush=True,
             )
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     save(results)
-    print("\n" + " | ".join(HEADER))
-    for row in rows(results):
-        print(" | ".join(map(str, row)))
-    report(results, options.seed)
-    bad = Counter(result.fault for result in results[before:] if not result.good)
+    report(options.seed)
+    bad = Counter(result.fault for result in results if not result.good)
     took = time.monotonic() - began
-    print(f"\n{len(results) - before} injections in {took:.0f} s; bad: {dict(bad)}")
+    print(f"\n{len(results)} injections in {took:.0f} s; bad: {dict(bad)}")
     return int(bool(bad))
 
 
-def report(results: list[Result], seed: int) -> None:
-    """The section of docs/reliability.md."""
+def report(seed: int) -> None:
+    """The table of all runs, here and in docs/reliability.md."""
     import os
 
     import vllm
 
     from tests.faults_of_ours.bench import END_S
 
-    seeds = Path(".chaos") / "seeds"
+    table = rows(load(), [*(fault.name for fault in FAULTS), *LIVES])
+    print("\n" + "\n".join(" | ".join(map(str, row)) for row in [HEADER, *table]))
+    seeds = FOLDER / "seeds"
     known_seeds = sorted({*(seeds.read_text().split() if seeds.exists() else []), str(seed)})
     seeds.write_text(" ".join(known_seeds))
     write(
-        results,
+        table,
         INTRO.format(
             seeds=", ".join(known_seeds), vllm=vllm.__version__, cpus=os.cpu_count(), end=END_S
         ),

@@ -1,14 +1,15 @@
 """What came of the faults, added up over several runs, and the table in docs/reliability.md."""
 
 import json
-from collections import defaultdict
+import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.reliability import write_section
 
-PATH = Path(".chaos") / "results.json"
+FOLDER = Path(".chaos")
 HEADER = (
     *("fault", "injected", "failed requests", "counters exact", "orphans"),
     *("server's end, s", "agent's end after it, s"),
@@ -33,23 +34,29 @@ class Result:
         return not (self.failed or self.inexact or self.orphans)
 
 
-def load(path: Path = PATH) -> list[Result]:
-    try:
-        return [Result(**result) for result in json.loads(path.read_text())]
-    except FileNotFoundError:
-        return []
+def load() -> list[Result]:
+    """Of all runs so far."""
+    contents = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    return [Result(**result) for content in contents for result in content]
 
 
-def save(results: Iterable[Result], path: Path = PATH) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps([asdict(result) for result in results]))
+def save(results: Iterable[Result]) -> None:
+    """Those of one run."""
+    FOLDER.mkdir(exist_ok=True)
+    content = json.dumps([asdict(result) for result in results])
+    (FOLDER / f"{time.time_ns()}.json").write_text(content)
 
 
-def rows(results: Iterable[Result]) -> list[list[object]]:
-    """A row for each fault, in the order of their first injection, and one for all."""
-    groups: dict[str, list[Result]] = defaultdict(list)
+def forget() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+def rows(results: Iterable[Result], order: list[str]) -> list[list[object]]:
+    """A row for each fault, in this order, and one for all."""
+    groups: dict[str, list[Result]] = {name: [] for name in order}
     for result in results:
-        groups[result.fault].append(result)
+        groups.setdefault(result.fault, []).append(result)
+    groups = {name: group for name, group in groups.items() if group}
     everything = [result for group in groups.values() for result in group]
     return [*(_row(name, group) for name, group in groups.items()), _row("all", everything)]
 
@@ -73,5 +80,5 @@ def _seconds(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def write(results: list[Result], intro: str) -> None:
-    write_section("Faults", HEADER, rows(results), intro)
+def write(table: list[list[object]], intro: str) -> None:
+    write_section("Faults", HEADER, table, intro)
