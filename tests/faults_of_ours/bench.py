@@ -38,6 +38,9 @@ PAGE_S = 40.0  # an agent that was killed is started again within 11 s; this mac
 # A KV cache so small that a few long answers preempt each other: blocks of 128 tokens.
 ARGS = ("--max-model-len=512", "--num-gpu-blocks-override=13", "--no-enable-prefix-caching")
 
+NONSENSE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What may come of reading agent.json, which is one of the things that are broken."""
+
 Counts = Counter[str]
 
 
@@ -313,7 +316,7 @@ class Bench:
 
     def figures(self) -> Figures | None:
         """The agent's page, if there is one just now."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(*NONSENSE):
             self.page = json.loads((self.run / "agent.json").read_text())["page"]
         try:
             return scrape(f"{self.page}/metrics")
@@ -357,7 +360,7 @@ class Bench:
         """The agent, once there is one that has its page."""
 
         def serving() -> psutil.Process | None:
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(*NONSENSE):
                 pid = json.loads((self.run / "agent.json").read_text())["pid"]
                 return next((a for a in self.agents() if a.pid == pid), None)
             return None

@@ -33,8 +33,14 @@ into a real server while it answers requests of which the client knows the count
 
 
 def may(fault: Fault, bench: Bench) -> bool:
-    has = {"": True, "disk": bool(bench.disk), "nobody": bench.nobody, "clock": bench.clock}
-    return bool(has[fault.needs])
+    has = {
+        "": True,
+        "disk": bool(bench.disk),
+        "clock": bench.clock is not None,
+        "nobody": bench.nobody,
+        "ours": not bench.nobody,
+    }
+    return has[fault.needs]
 
 
 def inject(bench: Bench, fault: Fault) -> Result:
@@ -52,6 +58,9 @@ def inject(bench: Bench, fault: Fault) -> Result:
     if fault.exact:
         bench.expected += known(under.calls)
     else:
+        with Load([bench.completion()]) as next_one:  # ends what the fault left open
+            pass
+        result.failed += next_one.failed
         bench.rebase()
         raised = bench.board.raised(point) - raised
         counted = bench.totals()[f"guard {name}"] - told[f"guard {name}"]

@@ -27,7 +27,7 @@ class Fault:
 
     `exact` says whether all counters are exact through it; else (a probe that raises counts
     nothing) those of what comes after it. `ends_agent`: the page is away for a while. `needs`: what
-    the bench must have, `disk`, `nobody` or `clock`. `traffic`: what else is asked for, by the name
+    the bench must have, `disk`, `nobody` or `clock`, or that it is our own user's (`ours`). `traffic`: what else is asked for, by the name
     of a method of the bench.
     """
 
@@ -309,9 +309,13 @@ FAULTS = (
     Fault("agent ended (SIGTERM)", signalled(signal.SIGTERM), ends_agent=True),
     Fault("agent stopped (SIGSTOP)", stopped),
     Fault("agent slow (runs a tenth of the time)", slow),
-    Fault("agent without memory", limited(resource.RLIMIT_AS, lambda agent: 1)),
-    Fault("agent without descriptors", limited(resource.RLIMIT_NOFILE, lambda agent: 3)),
-    Fault("agent cannot write a byte", limited(resource.RLIMIT_FSIZE, lambda agent: 0)),
+    Fault("agent without memory", limited(resource.RLIMIT_AS, lambda agent: 1), needs="ours"),
+    Fault(
+        "agent without descriptors", limited(resource.RLIMIT_NOFILE, lambda agent: 3), needs="ours"
+    ),
+    Fault(
+        "agent cannot write a byte", limited(resource.RLIMIT_FSIZE, lambda agent: 0), needs="ours"
+    ),
     Fault("page flooded with connections", flooded),
     Fault("agent's lock held by a stranger", lock_taken, ends_agent=True),
     Fault("agent's lock file removed", lock_removed, ends_agent=True),

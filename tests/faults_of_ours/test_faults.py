@@ -23,7 +23,7 @@ def bench() -> Iterator[Bench]:
         yield bench
 
 
-ANYWHERE = [fault for fault in FAULTS if fault.needs in ("", "clock")]
+ANYWHERE = [fault for fault in FAULTS if fault.needs in ("", "clock", "ours")]
 
 
 @pytest.mark.parametrize("fault", ANYWHERE, ids=lambda fault: fault.name)
