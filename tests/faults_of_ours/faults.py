@@ -27,8 +27,8 @@ class Fault:
 
     `exact` says whether all counters are exact through it; else (a probe that raises counts
     nothing) those of what comes after it. `ends_agent`: the page is away for a while. `needs`: what
-    the bench must have, `disk`, `nobody` or `clock`, or that it is our own user's (`ours`). `traffic`: what else is asked for, by the name
-    of a method of the bench.
+    the bench must have, `disk`, `nobody` or `clock`, or that it is not nobody's (`ours`).
+    `traffic`: what else is asked for, by the name of a method of the bench.
     """
 
     name: str

@@ -286,11 +286,19 @@ LIVES: dict[str, Life] = {
         for title, role in ROLES.items()
         for what, how in SIGNALS.items()
     },
-    "API server ended (SIGTERM), idle": killed("api_server", signal.SIGTERM, 0),
-    "the same, llmobs off": killed("api_server", signal.SIGTERM, 0, off=True),
-    "API server ended (SIGTERM), 4 streams open, llmobs off": killed(
-        "api_server", signal.SIGTERM, 4, off=True
-    ),
+    **{
+        f"{title} {what}, {streams or 'no'} streams open, llmobs off": killed(
+            role, SIGNALS[what], streams, off=True
+        )
+        for title, what, streams in (
+            ("API server", "ended (SIGTERM)", 0),
+            ("API server", "ended (SIGTERM)", 4),
+            ("EngineCore", "killed (SIGKILL)", 4),
+            ("Worker", "killed (SIGKILL)", 4),
+        )
+        for role in [ROLES[title]]
+    },
+    "API server ended (SIGTERM), no streams open": killed("api_server", signal.SIGTERM, 0),
     "run folder: a file in its place": started(
         ("cannot write to the run folder",), off=True, times=3, prepare=runs_a_file
     ),
