@@ -44,7 +44,7 @@ bench: $(READY)
 
 # Half an hour, as root: breaks llmobs beneath real servers and writes docs/reliability.md's table.
 chaos: $(READY)
-	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives 99
+	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives
 
 clean:
 	rm -rf $(VENV) .demo

@@ -119,23 +119,34 @@ def long_lived(seed: int, injections: int, kind: str, seconds: float) -> Iterato
         )
 
 
-def lives(seed: int, names: list[str], count: int) -> Iterator[Result]:
-    """Faults that take a server of their own."""
-    wanted = [name for name in LIVES if not names or name in names]
-    chosen = random.Random(seed).sample(wanted, min(count, len(wanted))) if count else wanted
-    for name in chosen:
+def lives(names: list[str], seconds: float) -> Iterator[Result]:
+    """Faults that take a server of their own; none is begun after so many seconds."""
+    end = time.monotonic() + seconds
+    for name in names:
+        if time.monotonic() > end:
+            return
         with open_folder() as folder:
             yield from LIVES[name](name, folder)
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The names of these: those named, or all; of these every n-th, and only those not yet run."""
+    names = options.life or (list(LIVES) if options.lives else [])
+    first, every = map(int, options.part.split("/"))
+    done = {result.fault for result in load()} if options.missing else set()
+    return [name for name in names[first::every] if name not in done]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--injections", type=int, default=1000, help="into servers that run on")
-    parser.add_argument("--lives", type=int, default=0, help="servers to start for one fault each")
+    parser.add_argument("--lives", action="store_true", help="also servers for one fault each")
     parser.add_argument("--life", action="append", default=[], help="one of these by its name")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="each N-th of these from I on")
+    parser.add_argument("--missing", action="store_true", help="those of these not yet run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bench", choices=ENVIRONMENTS, action="append")
-    parser.add_argument("--seconds", type=float, default=3600, help="at most, for each server")
+    parser.add_argument("--seconds", type=float, default=3600, help="no new server or batch after")
     parser.add_argument("--fresh", action="store_true", help="forget the runs before")
     options = parser.parse_args()
     if options.fresh:
@@ -150,8 +161,7 @@ def main() -> int:
         for kind, share in zip(kinds, shares, strict=True):
             if share:
                 yield from long_lived(options.seed, share, kind, options.seconds)
-        if options.lives or options.life:
-            yield from lives(options.seed, options.life, options.lives)
+        yield from lives(chosen(options), options.seconds)
 
     try:
         for result in all_of_them():
