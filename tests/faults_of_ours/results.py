@@ -44,7 +44,9 @@ def save(results: Iterable[Result]) -> None:
     """Those of one run."""
     FOLDER.mkdir(exist_ok=True)
     content = json.dumps([asdict(result) for result in results])
-    (FOLDER / f"{time.time_ns()}.json").write_text(content)
+    path = FOLDER / f"{time.time_ns()}.part"
+    path.write_text(content)
+    path.rename(path.with_suffix(".json"))
 
 
 def forget() -> None:
