@@ -93,22 +93,24 @@ def one(data: bytes) -> None:
         healthy.put(5, 2 * 10**9, 1, 4, 400, 4, 0, 10**9)
         read(path)
         run = Run(folder)
+        if provider.ConsumeBool():
+            run.skip_to_newest()
         run.poll()
         for _ in range(provider.ConsumeIntInRange(0, 3)):
             splash(provider, content)
             with path.open("r+b") as file:
                 file.write(content)
-            if provider.ConsumeBool():
-                run.skip_to_newest()
             run.poll()
-        list(RunCollector(run).collect())
+        if provider.ConsumeIntInRange(0, 7) == 0:
+            list(RunCollector(run).collect())
         ends = run.store.histograms["llmobs_request_seconds"]
-        assert ends["healthy", "unknown"].counts[-1] + sum(ends["healthy", "unknown"].counts) >= 1
+        assert sum(ends["healthy", "unknown"].counts) >= 1
         for source in run.sources.values():
             source.reader.close()
 
 
 if __name__ == "__main__":
     logging.disable()
+    Run._prepare = lambda *_: None  # type: ignore[method-assign]  # most of the time, else
     atheris.Setup(sys.argv, one)
     atheris.Fuzz()
