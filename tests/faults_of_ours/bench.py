@@ -102,8 +102,9 @@ class KnownCall(Call):
 class Bench:
     """A server with llmobs on, and all that is needed to break it and to look at it.
 
-    As `user` nobody it runs with rights that can be taken away. `disk` mounts a small disk of its
-    own for the run folders (root only).
+    As `nobody` it runs with rights that can be taken away. `disk` mounts a small disk of its
+    own for the run folders (root only). `outside` goes before what makes it nobody's, `prefix`
+    after.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Bench:
         env: Mapping[str, str | None] | None = None,
         args: Sequence[str] = ARGS,
         prefix: Sequence[str] = (),
+        outside: Sequence[str] = (),
         nobody: bool = False,
         disk: str = "",
         clock: bool = False,
@@ -143,23 +145,21 @@ class Bench:
                 *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
                 *prefix,
             ]
-            self.runs.mkdir(exist_ok=True, mode=0o700)
-            for path in (self.runs, home):
-                os.chown(path, NOBODY, NOBODY)
+            os.chown(home, NOBODY, NOBODY)
+            if runs is None:
+                self.runs.mkdir(exist_ok=True, mode=0o700)
+                os.chown(self.runs, NOBODY, NOBODY)
+        self.environ: dict[str, str | None] = {
+            "LLMOBS_RUN_DIR": str(self.runs),
+            "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.port),
+            "PYTHONPATH": os.pathsep.join([str(HOOK), os.environ.get("PYTHONPATH", "")]),
+            VARIABLE: str(folder / "board"),
+            **({"HOME": str(home)} if nobody else {}),
+            **(self.clock.environ if self.clock is not None else {}),
+            **(env or {}),
+        }
         self.server = VllmServer(
-            model,
-            folder / "server.log",
-            args,
-            env={
-                "LLMOBS_RUN_DIR": str(self.runs),
-                "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.port),
-                "PYTHONPATH": os.pathsep.join([str(HOOK), os.environ.get("PYTHONPATH", "")]),
-                VARIABLE: str(folder / "board"),
-                **({"HOME": str(home)} if nobody else {}),
-                **(self.clock.environ if self.clock is not None else {}),
-                **(env or {}),
-            },
-            prefix=prefix,
+            model, folder / "server.log", args, env=self.environ, prefix=[*outside, *prefix]
         )
         self.random = random.Random(0)
         self.seed = 0

@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +16,10 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from demo.vllm_server import DEFAULT_ENV
 from llmobs.agent.collect import RunCollector
 from llmobs.agent.run import Run
-from tests.e2e.page import Figures
+from tests.e2e.page import Figures, eventually
 from tests.faults_of_ours.bench import NOBODY, Bench, Counts, Load, known, page_counts
 from tests.faults_of_ours.faults import POINTS, backdate
 from tests.faults_of_ours.results import Result
@@ -64,8 +67,11 @@ def of_the_dead(run: Path) -> Counts:
     )
 
 
-def killed(role: str, how: signal.Signals, streams: int, off: bool = False) -> Life:
-    """A process of the server is signalled, while so many streams are under way."""
+def killed(
+    role: str, how: signal.Signals, streams: int, *, off: bool = False, raising: str = ""
+) -> Life:
+    """A process of the server is signalled, while so many streams are under way. `raising`: a
+    probe that raises then."""
 
     def life(name: str, folder: Path) -> Iterator[Result]:
         result = Result(name, unmeasured=off)
@@ -76,6 +82,8 @@ def killed(role: str, how: signal.Signals, streams: int, off: bool = False) -> L
             pids = {p.role: p.pid for p in bench.server.processes()}
             with Load([bench.completion(400) for _ in range(streams)]) as load:
                 time.sleep(0.4 if streams else 0)
+                if raising:
+                    bench.board.set(POINTS[raising], "error")
                 result.server_s, result.agent_s, result.orphans = bench.end(how, pids[role])
             if not off:
                 result.inexact += _after(bench, served, load)
@@ -183,6 +191,44 @@ def probe_at_start(probe: str) -> Life:
             yield ended(bench, result)
 
     return life
+
+
+OFFLINE = """
+import sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], load_format="dummy", dtype="float32", enforce_eager=True,
+              max_model_len=512)
+    params = SamplingParams(max_tokens=7, ignore_eos=True)
+    for output in llm.generate([{"prompt_token_ids": [300, 301, 302]}] * 5, params):
+        print("tokens", len(output.outputs[0].token_ids), flush=True)
+"""
+
+
+def offline(name: str, folder: Path) -> Iterator[Result]:
+    """`LLM` in a script: the probe of its start raises."""
+    result = Result(name, unmeasured=True)
+    bench = Bench(folder / "server", observed=False)  # not started: for what it has prepared
+    bench.board.set(POINTS["sync_engine"], "error")
+    script = folder / "script.py"
+    script.write_text(OFFLINE)
+    done = subprocess.run(
+        [sys.executable, script, folder / "server" / "llama"],
+        env={**os.environ, **DEFAULT_ENV, **bench.environ},
+        capture_output=True,
+        text=True,
+    )
+    result.failed = 5 - done.stdout.count("tokens 7")
+    if (
+        "llmobs: probe sync_engine failed; the server is unaffected"
+        not in done.stderr + done.stdout
+    ):
+        result.inexact = "its failure is not said"
+    began = time.monotonic()
+    with contextlib.suppress(AssertionError):
+        eventually("no agent", lambda: not bench.agents(), 16)
+    result.agent_s, result.orphans = time.monotonic() - began, len(bench.agents())
+    yield result
 
 
 def port_taken(name: str, folder: Path) -> Iterator[Result]:
@@ -335,5 +381,16 @@ LIVES: dict[str, Life] = {
         f"probe `{probe}` raises at the start": probe_at_start(probe)
         for probe in ("async_engine", "scheduler", "worker", "every")
     },
+    "probe `sync_engine` raises at the start (`LLM` in a script)": offline,
+    "probe `engine_dead` raises as EngineCore is killed": killed(
+        "engine_core", signal.SIGKILL, 4, raising="engine_dead"
+    ),
+    "processes of others hidden in /proc": started(
+        nobody=True,
+        outside=[
+            *("unshare", "--mount", "sh", "-c"),
+            *('mount -t proc -o hidepid=2 proc /proc && exec "$@"', "sh"),
+        ],
+    ),
     "server of the long faults ended (SIGTERM)": long_ones,
 }
