@@ -386,6 +386,9 @@ class Bench:
             self.server.returncode  # noqa: B018 - so that no zombie is left of it
             time.sleep(0.02)
         server_s = time.monotonic() - began
+        if left := [p.pid for p in family if _runs(p)]:
+            titles = [p.title for p in self.server.processes() if p.pid in left]
+            print(f"  left after {server_s:.0f} s: {left} {titles}", flush=True)
         self.server.stop(1)
         began = time.monotonic()
         with contextlib.suppress(AssertionError):

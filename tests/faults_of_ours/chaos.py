@@ -173,7 +173,8 @@ def main() -> int:
             )
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    save(results)
+    finally:
+        save(results)
     report(options.seed)
     bad = Counter(result.fault for result in results if not result.good)
     took = time.monotonic() - began

@@ -145,7 +145,7 @@ def lock_removed(bench: Bench) -> Undo:
     """A second agent comes, and the first gives way."""
     bench.agent()
     backdate(bench)
-    (bench.run / "agent.lock").unlink()
+    (bench.run / "agent.lock").unlink(missing_ok=True)  # the next agent has not come yet
     return nothing
 
 

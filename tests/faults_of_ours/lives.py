@@ -99,7 +99,12 @@ def _after(bench: Bench, served: Counts, load: Load) -> str:
     change = told - served
     finished = known([call for call in load.calls if call._answer is not None and call.answer.ok])
     broken = len(load.calls) - finished["received"]
-    seen = sum(call.answer.chunks for call in load.calls if call._answer is not None)
+    # A stream that is broken off may end with a chunk that says so and carries no token.
+    seen = sum(
+        call.answer.chunks - (not call.answer.ok and call.answer.finish_reason is not None)
+        for call in load.calls
+        if call._answer is not None
+    )
     over = change["ended error"] + change["ended abort"]
     wrong = []
     if change["received"] != len(load.calls) or change["ended rejected"]:
@@ -338,7 +343,7 @@ LIVES: dict[str, Life] = {
         )
         for title, what, streams in (
             ("API server", "ended (SIGTERM)", 0),
-            ("API server", "ended (SIGTERM)", 4),
+            *(("API server", what, 4) for what in SIGNALS),
             ("EngineCore", "killed (SIGKILL)", 4),
             ("Worker", "killed (SIGKILL)", 4),
         )
