@@ -228,7 +228,7 @@ def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return said
     before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
     for notice in notices[before:]:

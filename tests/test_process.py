@@ -265,7 +265,13 @@ def test_what_the_agent_says_is_logged_once(
     state, _ = watched
     assert state.ring is not None
     file = state.ring.path.parent / "agent.json"
-    for content in ("{", '["notices"]', '{"other": 1}', '{"notices": ["metrics on :9464"]}'):
+    for content in (
+        "{",
+        "[" * 100_000,
+        '["notices"]',
+        '{"other": 1}',
+        '{"notices": ["metrics on :9464"]}',
+    ):
         file.write_text(content)
         time.sleep(0.1)
     until(lambda: caplog.records)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.page import eventually
 from tests.faults_of_ours.bench import POINTS, Bench
 from tests.faults_of_ours.hook.fault_board import FOR_EVER, HOWS
 
@@ -128,7 +129,9 @@ def flooded(bench: Bench) -> Undo:
 def lock_taken(bench: Bench) -> Undo:
     """A stranger holds the lock, so that no agent can come."""
     agent = bench.agent()
-    lock = os.open(bench.run / "agent.lock", os.O_RDWR)
+    path = bench.run / "agent.lock"
+    eventually("the lock's file", path.exists)  # it may just have been removed
+    lock = os.open(path, os.O_RDWR)
     backdate(bench)
     agent.kill()
     end = time.monotonic() + 5
