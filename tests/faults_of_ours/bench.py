@@ -28,6 +28,7 @@ from tests.e2e.page import Figures, eventually, scrape
 from tests.e2e.traffic import Call, play, send_all
 from tests.faults_of_ours.clock import Clock
 from tests.faults_of_ours.hook.fault_board import VARIABLE, Board
+from tests.faults_of_ours.results import WAITED_S
 
 HOOK = Path(__file__).parent / "hook"
 POINTS = {probe.name: number for number, probe in enumerate(PROBES)}
@@ -382,7 +383,7 @@ class Bench:
         family = [self.root, *self.family]
         began = time.monotonic()
         os.kill(pid or self.server.pid, how)
-        while any(map(_runs, family)) and time.monotonic() - began < 4 * END_S:
+        while any(map(_runs, family)) and time.monotonic() - began < WAITED_S:
             self.server.returncode  # noqa: B018 - so that no zombie is left of it
             time.sleep(0.02)
         server_s = time.monotonic() - began

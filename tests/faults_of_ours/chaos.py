@@ -29,7 +29,9 @@ into a real server while it answers requests of which the client knows the count
   the token, and the agent's page says the same. A probe that raises counts nothing: its failures
   are counted one by one, and all is exact again for what comes after it. Of a server that was
   killed: what it had served; what was under way is received and ended at most once.
-- *Orphans*: agents left {end:.0f} s after the server."""
+- *Orphans*: agents left {end:.0f} s after the server.
+- *Server's end*: from the signal to the end of its last process; `never`: not within
+  {waited:.0f} s. The rows `llmobs off` say what vLLM does by itself."""
 
 
 def may(fault: Fault, bench: Bench) -> bool:
@@ -189,6 +191,7 @@ def report(seed: int) -> None:
     import vllm
 
     from tests.faults_of_ours.bench import END_S
+    from tests.faults_of_ours.results import WAITED_S
 
     table = rows(load(), [*(fault.name for fault in FAULTS), *LIVES])
     print("\n" + "\n".join(" | ".join(map(str, row)) for row in [HEADER, *table]))
@@ -198,7 +201,11 @@ def report(seed: int) -> None:
     write(
         table,
         INTRO.format(
-            seeds=", ".join(known_seeds), vllm=vllm.__version__, cpus=os.cpu_count(), end=END_S
+            seeds=", ".join(known_seeds),
+            vllm=vllm.__version__,
+            cpus=os.cpu_count(),
+            end=END_S,
+            waited=WAITED_S,
         ),
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.reliability import write_section
 
+WAITED_S = 32.0  # for a server to end: what is left of it then is killed
 FOLDER = Path(".chaos")
 HEADER = (
     *("fault", "injected", "failed requests", "counters exact", "orphans"),
@@ -78,7 +79,7 @@ def _row(name: str, group: list[Result]) -> list[object]:
 def _seconds(values: list[float]) -> str:
     if not values:
         return ""
-    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    low, high = (f"{v:.1f}" if v < WAITED_S else "never" for v in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
