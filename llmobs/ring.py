@@ -184,7 +184,6 @@ class Reader:
             raise _refusal(path, error) from error
         self.position = 1
         self._torn_at = 0
-        self._process = process_id(self.pid, self.ticks)
 
     def _open(self) -> None:
         status = os.fstat(self._descriptor)
@@ -207,6 +206,9 @@ class Reader:
             (self.capacity,), schema.SLOT, buffer=self._map, offset=schema.SLOTS_OFFSET
         )
         self._heads, self._tails = self._slots["head"], self._slots["tail"]
+        self._process = process_id(
+            self.pid, self.ticks
+        )  # lists /proc, for which it may lack a file
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""

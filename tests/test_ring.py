@@ -1,6 +1,7 @@
 """Each record is read once, whole and in order, or it is counted as lost."""
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -343,6 +344,23 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
         moved.write_bytes(path.read_bytes())
         output = python(code, moved).communicate()[0]
     assert "not a regular file of this user" in output
+
+
+def test_a_reader_that_cannot_look_at_the_processes_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Writer(tmp_path / "a.ring", 16, ENGINE)
+
+    def no_file_left(pid: int, ticks: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("llmobs.ring.process_id", no_file_left)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RingError, match="Too many open files") as caught:
+        Reader(tmp_path / "a.ring")
+    assert caught.value.passing
+    del caught
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
