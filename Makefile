@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test shapes versions lint docs bench clean debian
+.PHONY: demo test shapes versions lint docs bench chaos clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -18,9 +18,10 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
 	touch $@
 
-# promtool, from the Debian package `prometheus`.
+# promtool, from the Debian package `prometheus`; a compiler for the wall clock that a test sets.
 debian:
 	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -qq -y prometheus)
+	command -v gcc >/dev/null || (apt-get update -qq && apt-get install -qq -y gcc libc6-dev)
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -76,6 +77,10 @@ versions: $(READY) $(OLD_READY)
 	$(BIN)/python -m tests.versions --ran $(OLD) .versions/ran-$(OLD).xml
 	$(BIN)/python -m tests.versions
 	$(BIN)/python -m pytest tests/versions
+
+# Half an hour, as root: breaks llmobs beneath real servers and writes docs/reliability.md's table.
+chaos: $(READY)
+	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives
 
 clean:
 	rm -rf $(VENV) .venv-$(OLD) .versions .demo

@@ -151,7 +151,7 @@ def chunk_step(running: int, ring: Writer) -> tuple[Step, Step]:
     for send in sends:
         edge = frontend.Edge(1, frontend.Route.CHAT)
         edge.yielded = edge.streamed = True
-        edge.open["r"] = frontend.Live(edge, 1, SimpleNamespace(is_prefilling=False))
+        edge.open["r"] = frontend.Live(edge, 1, SimpleNamespace(is_prefilling=False), {})
         relays.append(edge.sender(send))
         relays[-1](chunk)  # the first
 

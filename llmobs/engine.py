@@ -14,6 +14,7 @@ from typing import Any
 
 from llmobs import process, schema
 from llmobs.frontend import is_cut, sequence_key
+from llmobs.guard import GUARD
 from llmobs.ring import Writer
 from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState, Wait
 from llmobs.slo import SLO
@@ -21,6 +22,7 @@ from llmobs.slo import SLO
 now = time.monotonic_ns
 WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
 SNAPSHOT_NS = 1_000_000_000
+STEPS_KEPT = 256
 _number = itertools.count(1).__next__
 MOMENT = schema.PROCESS_CELL["log_moment"]
 SQUARES = schema.PROCESS_CELL["batch_squares"]
@@ -112,7 +114,10 @@ class Engine:
         self.cut_places: list[tuple[int, int]] = []
         self.resumable = 0
         self.waiting = 0
-        self.steps: deque[Step] = deque()
+        # A few are on their way at most: more only if the probe that takes them out fails.
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self.swept = 0
+        """How many failures of ours there had been when `sequences` was last looked through."""
         self.step_number = 0
         self.updating = False
         self.leaving: list[tuple[str, int]] = []
@@ -206,6 +211,15 @@ class Engine:
             self.reason = Wait.ENGINE_BUSY
         self.waiting += 1
         self._count(sequence, 1)
+
+    def sweep(self, known: dict[str, Any]) -> None:
+        """One of our probes failed since the last look: forget what the scheduler has forgotten, or
+        it would be counted for ever."""
+        self.swept = GUARD.total
+        time_now = now()
+        for request_id in self.sequences.keys() - known.keys():
+            self._remove(request_id, time_now, 0)
+        self.leaving.clear()
 
     # Steps
 
@@ -610,6 +624,8 @@ def _rust(parallel_config: Any) -> bool:
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
     if ENGINE is None:
         return
+    if GUARD.total != ENGINE.swept:
+        ENGINE.sweep(scheduler.requests)
     if ENGINE.front_end is None:
         state = process.current()
         ENGINE.front_end = state.sees("api_server")  # its ring was there before it sent anything

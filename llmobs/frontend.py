@@ -185,12 +185,14 @@ class Edge:
 class Live:
     """A sequence that was handed to the engine and has not ended."""
 
-    __slots__ = ("beam", "counts_prompt", "cut", "edge", "key", "state")
+    __slots__ = ("beam", "counts_prompt", "cut", "edge", "key", "state", "states")
 
-    def __init__(self, edge: Edge, key: int, state: Any) -> None:
+    def __init__(self, edge: Edge, key: int, state: Any, states: dict[str, Any]) -> None:
         self.edge = edge
         self.key = key
         self.state = state
+        self.states = states
+        """vLLM's own, of all that it has not ended."""
         self.cut = False
         self.beam = False
         self.counts_prompt = True
@@ -210,6 +212,8 @@ BEAM: contextvars.ContextVar[BeamCall | None] = contextvars.ContextVar("llmobs_b
 LIVE: dict[str, Live] = {}
 ENDINGS = {"finish", "abort"}
 """Where a vLLM has no place for one of these probes, LIVE would only grow."""
+_swept = 0
+"""How many failures of ours there had been when LIVE was last looked through."""
 _FAMILIES: dict[str, Edge] = {}
 """Without HTTP: the request of each parent of several sequences."""
 
@@ -418,7 +422,10 @@ def admitted(
         _put_arrival(ring, edge, ())
     _know_bucket(edge, request)
 
-    live = Live(edge, sequence_key(request_id), output_processor.request_states[request_id])
+    if GUARD.total != _swept:
+        _sweep()
+    states = output_processor.request_states
+    live = Live(edge, sequence_key(request_id), states[request_id], states)
     params = request.sampling_params
     flags = Flag.HTTP if edge.route is not Route.LIBRARY else 0
     if params is None:
@@ -446,6 +453,15 @@ def admitted(
         wall,
         *_active_span(),
     )
+
+
+def _sweep() -> None:
+    """One of our probes failed since the last look: end what it should have ended, or it would
+    stay for ever, and all that it refers to."""
+    global _swept
+    _swept = GUARD.total
+    for request_id in [r for r, live in LIVE.items() if r not in live.states]:
+        _end_sequence(LIVE.pop(request_id), Finish.OTHER)
 
 
 def is_cut(params: Any) -> bool:

@@ -143,6 +143,7 @@ class Process:
         except OSError:
             pass  # better said twice than not at all
         log.warning("%s", self.missing[probe])
+
     def lacks(self, reason: str, *features: str) -> None:
         """Say, here and on the page, that something cannot be told of this server."""
         if features[0] not in self.lacking:
@@ -251,8 +252,12 @@ def _watch(process: Process, folder: Path) -> None:
     while process is current() and process.ring is not None:
         speaker = process.roles[0] == "api_server" or "front_end" in process.lacking
         try:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+            if not process.ring.path.exists():
+                log.warning(
+                    "llmobs: its file in the run folder %s was removed; an agent that runs "
+                    "reads on, but none is started again from this process",
+                    folder,
+                )
                 return
             if agent_runs(folder):
                 starts = 0
@@ -280,7 +285,7 @@ def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return said
     before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
     for notice in notices[before:]:

@@ -31,6 +31,7 @@ class Server:
         monkeypatch.setattr(process, "_watch", lambda *_: None)
         monkeypatch.setattr(frontend, "LIVE", {})
         monkeypatch.setattr(frontend, "_FAMILIES", {})
+        monkeypatch.setattr(frontend, "_swept", 0)
         self.time = 10**12
         monkeypatch.setattr(frontend, "now", self.now)
         process.mark_server()
@@ -556,3 +557,28 @@ def test_the_trace_context_is_kept(server: Server) -> None:
         0xA3CE929D0E0E4736,
         0x80F067AA0BA902B7,
     ]
+
+
+def test_what_a_failed_probe_left_open_is_ended_with_the_next_request(server: Server) -> None:
+    """Else it would stay for ever, and what vLLM knew of it too."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        state = server.admit(server.request("r1"))
+        server.yields(state, 3)
+        await send(start())
+        await send(body())
+
+    server.post(app)
+    working = server.admit(server.request("r2"))
+    del server.processor.request_states["r1"]  # vLLM ended it; our probe `finish` failed
+    assert [r[0] for r in server.records()] == [ARRIVE, ADMIT, FIRST, ADMIT]
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        GUARD.failed("finish")
+    server.admit(server.request("r3"))
+    assert [r[0] for r in server.records()] == [SEQUENCE_END, END, ADMIT]
+    assert server.total("ended", 0, STOP) == 1
+    assert set(frontend.LIVE) == {"r2", "r3"}
+    server.finish(working, 0)
+    assert set(frontend.LIVE) == {"r3"}

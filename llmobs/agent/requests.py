@@ -201,6 +201,7 @@ class RequestView:
         bucket, tokens, arrival, streamed, model = columns[:5]
         if not 0 <= bucket <= schema.BUCKETS:
             raise ValueError(f"no context bucket has the number {bucket}")
+        outcome = Outcome(x)
         self.ends_seen[identity[0]] = self.ends_seen.get(identity[0], 0) + 1
         judged = identity[0], model, bucket
         self.judged[judged] = self.judged.get(judged, 0) + 1
@@ -209,7 +210,7 @@ class RequestView:
             self.incomplete += 1
             self._exclude(self.model(identity[0], model), bucket)
             return
-        request.arrival, request.end, request.outcome = arrival, time_, Outcome(x)
+        request.arrival, request.end, request.outcome = arrival, time_, outcome
         request.status, request.bucket, request.tokens = y, bucket, tokens
         request.streamed, request.model = bool(streamed), model
         request.wall_at = request.wall_at or arrival

@@ -38,6 +38,9 @@ class Source:
         self.alive = True
         """Whether its process runs and its records can be read."""
         self.drained = False
+        self.damaged = False
+        self.gapped = False
+        """Whether any of its records were lost."""
         self.cells = memoryview(bytes(8 * schema.CELLS)).cast("q")
         """The cumulative totals as of the last look."""
         self.engine: EngineView | None = None
@@ -88,6 +91,7 @@ class Run:
         """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
         self.refused: dict[str, str] = {}
+        self._refusals: set[str] = set()
         self.restarts = 0
         self._prepared: set[tuple[str, str]] = set()
 
@@ -122,8 +126,11 @@ class Run:
             try:
                 reader = Reader(self.folder / name)
             except RingError as error:
-                self.refused[name] = str(error)
-                log.warning("ring refused: %s", error)
+                if name not in self._refusals or not error.passing:
+                    log.warning("ring refused: %s", error)
+                self._refusals.add(name)
+                if not error.passing:
+                    self.refused[name] = str(error)
                 continue
             source = Source(len(self.sources) + 1, reader)
             self.sources[name] = source
@@ -218,7 +225,7 @@ class Run:
                 break
             source.records += len(batch.records)
             self._feed(source, batch.rows())
-        if source.lost and "api_server" in source.roles:
+        if source.gapped and "api_server" in source.roles:
             ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
             self.requests.missed_ends(source.number, ended)
             for (model, bucket), count in source.ended().items():
@@ -226,6 +233,7 @@ class Run:
 
     def _gap(self, source: Source, lost: int) -> None:
         source.lost += lost
+        source.gapped = True
         if source.engine is not None and "engine_core" in source.roles:
             source.engine.gap()
             self.requests.engine_gap(time.monotonic_ns())
@@ -236,11 +244,20 @@ class Run:
 
     def _feed(self, source: Source, records: list[tuple[Any, ...]]) -> None:
         engine, number = source.engine, source.number
-        for record in records:
-            if record[1] in FRONT_KINDS:
-                self.requests.feed(number, record)
-            elif engine is not None:
-                engine.feed(record)
+        for place, record in enumerate(records):
+            try:
+                if record[1] in FRONT_KINDS:
+                    self.requests.feed(number, record)
+                elif engine is not None:
+                    engine.feed(record)
+            except Exception as error:
+                # Whole by its number, nonsense by its content: what it stands among is no better.
+                # The totals are not made of records and still count.
+                if not source.damaged:
+                    log.warning("ring damaged: %s: %r", source.reader.path, error)
+                source.damaged = True
+                self._gap(source, len(records) - place)
+                break
         self._describe(source)
 
     def skip_to_newest(self) -> None:

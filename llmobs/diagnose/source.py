@@ -27,7 +27,7 @@ def local_page(settings: Settings) -> str:
     for folder in folders:
         try:
             state = json.loads((folder / "agent.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if "page" in state and agent_runs(folder):
             return str(state["page"])
