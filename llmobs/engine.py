@@ -5,7 +5,6 @@ Everything here is O(changes) per step: in steady decode a step is one record, w
 
 import itertools
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -591,8 +590,7 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     engine = getattr(vllm_config.parallel_config, "data_parallel_index", None)
     if engine is None:
         engine = vllm_config.parallel_config.data_parallel_rank
-    version = getattr(sys.modules.get("vllm"), "__version__", "")
-    state.open("engine_core", str(model.served_model_name), engine=engine, vllm=version)
+    state.open("engine_core", str(model.served_model_name), engine=engine)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
     if _rust(vllm_config.parallel_config):

@@ -362,12 +362,8 @@ def _trace_headers() -> dict[str, str] | None:
 
 def starts(instance: Any, vllm_config: Any) -> None:
     """Before AsyncLLM or LLMEngine is built: this process is a front end."""
-    import vllm
-
     state = process.current()
-    # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
-    version = str(getattr(vllm, "__version__", None) or "unknown")
-    state.open("api_server", str(vllm_config.model_config.served_model_name), vllm=version)
+    state.open("api_server", str(vllm_config.model_config.served_model_name))
     state.vllm_traces = vllm_config.observability_config.otlp_traces_endpoint is not None
     # Only vLLM's gRPC server imports this module (the package is in every process, as a plugin).
     if "smg_grpc_servicer.vllm.servicer" in sys.modules:

@@ -56,7 +56,7 @@ class Process:
     def open(self, role: str, model: str, **extra: Any) -> None:
         """Give the process a role: api_server, engine_core or worker. The first opens the ring.
 
-        `extra` goes into the header: the engine's index, the worker's rank, vLLM's version.
+        `extra` goes into the header: the engine's index, the worker's rank.
         """
         with self._lock:
             if self._gave_up:
@@ -108,6 +108,8 @@ class Process:
     def _info(self) -> dict[str, Any]:
         return {
             "llmobs": __version__,
+            # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
+            "vllm": str(getattr(sys.modules.get("vllm"), "__version__", None) or "unknown"),
             "server": Path(os.environ.get(SERVER_RUN, "")).name,
             "resource": self.settings.resource,
             "roles": self.roles,

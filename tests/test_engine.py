@@ -103,11 +103,11 @@ class Failing:
 
     @updating.setter
     def updating(self, _: bool) -> None:
-        self.before = self._observe(engine.update_starts, self.scheduler, None) is not None
+        self.before = self._observe(engine.update_starts, self.scheduler, None, None) is not None
 
-    def updated(self, output: Any, result: Any, started: int) -> None:
+    def updated(self, output: Any, runner: Any, result: Any, started: int) -> None:
         if self.before:
-            self._observe(engine.updated, 1, result, self.scheduler, output)
+            self._observe(engine.updated, 1, result, self.scheduler, output, runner)
 
 
 def drive(scheduler: Scheduler, random: Random, victims: int) -> int:

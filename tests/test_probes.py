@@ -92,7 +92,7 @@ def test_wraps_what_is_there(modules: dict[str, Any]) -> None:
 
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name="deepseek-v4"),
-    parallel_config=SimpleNamespace(data_parallel_index=0),
+    parallel_config=SimpleNamespace(data_parallel_index=0, distributed_executor_backend="mp"),
     speculative_config=None,
 )
 
