@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -115,7 +116,7 @@ def superseded(lock: int, path: Path) -> bool:
 
 
 def start_traces(
-    settings: Settings, lock: threading.Lock, say: Callable[[str], None]
+    settings: Settings, lock: AbstractContextManager[object], say: Callable[[str], None]
 ) -> Traces | None:
     """The traces, where the settings want some and the packages are there."""
     if settings.trace_share is None or settings.traces_exporter == "none":

@@ -5,6 +5,8 @@ import os
 import resource
 import struct
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llmobs import schema
 from llmobs.agent.collect import RunCollector
-from llmobs.agent.run import Run
+from llmobs.agent.run import FairLock, Run
 from llmobs.ring import Writer
 from tests.rings import ENGINE, FRONT, SLOT, SLOTS_AT, new_ring, python
 
@@ -423,3 +425,22 @@ def test_a_ring_that_went_round_thrice_counts_each_end_once(tmp_path: Path) -> N
         assert told + value(shown, INCOMPLETE) == 30_000
     (source,) = run.sources.values()
     assert source.records + source.lost == 60_000
+
+
+def test_who_waits_for_the_lock_has_it_next() -> None:
+    """Whoever takes it again at once has it after them."""
+    lock, order = FairLock(), list[str]()
+
+    def waits() -> None:
+        with lock:
+            order.append("waiter")
+
+    waiter = threading.Thread(target=waits)
+    with lock:
+        waiter.start()
+        while not lock._next.locked():
+            time.sleep(0.001)
+    with lock:
+        order.append("again")
+    waiter.join()
+    assert order == ["waiter", "again"]
