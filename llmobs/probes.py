@@ -122,7 +122,7 @@ PROBES = (
         "update",
         "engine_core",
         (f"{_SCHEDULER}.update_from_output",),
-        ("scheduler_output",),
+        ("scheduler_output", "model_runner_output"),
         before=engine.update_starts,
         after=engine.updated,
     ),

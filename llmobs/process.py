@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmobs import __version__, schema
+from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
-from llmobs.ring import SUFFIX, Writer, start_ticks
+from llmobs.ring import SUFFIX, Reader, RingError, Writer, start_ticks
 from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, Settings, read_settings
 
 log = logging.getLogger("llmobs")
@@ -46,6 +47,8 @@ class Process:
         self.missing: dict[str, str] = {}
         """What to say of the probes that this vLLM has no place for."""
         self.extra: dict[str, Any] = {}
+        self.lacking: dict[str, str] = {}
+        """Features that this process knows to be unavailable, with the reason."""
         self.vllm_traces = False
         """Whether vLLM's own tracing is on."""
         self.probe_numbers: dict[str, int] = {}
@@ -56,7 +59,7 @@ class Process:
     def open(self, role: str, model: str, **extra: Any) -> None:
         """Give the process a role: api_server, engine_core or worker. The first opens the ring.
 
-        `extra` goes into the header: the engine's index, the worker's rank, vLLM's version.
+        `extra` goes into the header: the engine's index, the worker's rank.
         """
         with self._lock:
             if self._gave_up:
@@ -108,12 +111,15 @@ class Process:
     def _info(self) -> dict[str, Any]:
         return {
             "llmobs": __version__,
+            # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
+            "vllm": str(getattr(sys.modules.get("vllm"), "__version__", None) or "unknown"),
             "server": Path(os.environ.get(SERVER_RUN, "")).name,
             "resource": self.settings.resource,
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
             "probe_numbers": self.probe_numbers,
+            "lacking": self.lacking,
             **self.extra,
         }
 
@@ -131,20 +137,46 @@ class Process:
         if at_once:
             with contextlib.suppress(OSError):
                 self._run_folder()
-        if at_once or (SERVER_RUN in os.environ and Path(os.environ[SERVER_RUN]).is_dir()):
+        if at_once or (SERVER_RUN in os.environ and self._notes().is_dir()):
             self._say_missing(probe)
+
+    def _notes(self) -> Path:
+        """Where the server's processes leave notes for each other and the agent."""
+        return self.settings.agent or Path(os.environ[SERVER_RUN])
 
     def _say_missing(self, probe: str) -> None:
         """Log it, in the first process of the server that gets to it."""
-        server = Path(os.environ[SERVER_RUN])
+        server = Path(os.environ[SERVER_RUN]).name
         try:
-            note = (self.settings.agent or server) / f"{MISSING}{server.name}-{probe}"
-            note.touch(exist_ok=False)
+            (self._notes() / f"{MISSING}{server}-{probe}").touch(exist_ok=False)
         except FileExistsError:
             return
         except OSError:
             pass  # better said twice than not at all
         log.warning("%s", self.missing[probe])
+
+    def lacks(self, reason: str, *features: str) -> None:
+        """Say, here and on the page, that something cannot be told of this server."""
+        if features[0] not in self.lacking:
+            self.lacking |= dict.fromkeys(features, reason)
+            log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
+            self.write_info()
+
+    def sees(self, role: str) -> bool:
+        """Whether some process of this server with that role is observed, by its ring."""
+        if self.ring is None or role in self.roles:
+            return True
+        mine = self._info()["server"]
+        for path in self.ring.path.parent.glob(f"{role}-*{SUFFIX}"):
+            try:
+                reader = Reader(path)
+            except RingError:
+                continue
+            server = reader.info().get("server", mine)  # missing while it is being rewritten
+            reader.close()
+            if server == mine:
+                return True
+        return False
 
     def model(self, adapter: str | None) -> int:
         """The block of cells for an adapter (None: the served model itself)."""
@@ -169,6 +201,11 @@ def missing_probes(folder: Path) -> list[tuple[str, str]]:
     """The probes that have no place, each with its server."""
     notes = (path.name.removeprefix(MISSING).rpartition("-") for path in folder.glob(f"{MISSING}*"))
     return [(server, probe) for server, _, probe in notes]
+
+
+def is_first() -> bool:
+    """Whether this process is the first of its server, as far as it knows."""
+    return Path(os.environ.get(SERVER_RUN, "")).name.partition("-")[0] == str(os.getpid())
 
 
 def mark_server() -> None:
@@ -228,12 +265,16 @@ def _watch(process: Process, folder: Path) -> None:
     """Keep an agent alive as long as this process lives, and say once where the metrics are."""
     said: list[str] = []
     stamp = folder / "agent.started"
-    speaker = process.roles[0] == "api_server"
     starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
+        speaker = process.roles[0] == "api_server" or "front_end" in process.lacking
         try:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+            if not process.ring.path.exists():
+                log.warning(
+                    "llmobs: its file in the run folder %s was removed; an agent that runs "
+                    "reads on, but none is started again from this process",
+                    folder,
+                )
                 return
             if agent_runs(folder):
                 starts = 0
@@ -261,7 +302,7 @@ def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return said
     before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
     for notice in notices[before:]:

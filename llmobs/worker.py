@@ -11,9 +11,13 @@ now = time.monotonic_ns
 
 def starts(token: Any, result: Any, worker: Any, vllm_config: Any, rank: Any) -> None:
     """After Worker.__init__: this process is a worker, maybe the engine core's own process."""
+    state = process.current()
     parallel = vllm_config.parallel_config
+    ray = getattr(parallel, "distributed_executor_backend", None) == "ray"
+    if ray and not state.roles and process.is_first():
+        return  # Ray started it, not the server: it has no run folder to share
     engine = getattr(parallel, "data_parallel_index", None)
-    process.current().open(
+    state.open(
         "worker",
         str(vllm_config.model_config.served_model_name),
         engine=parallel.data_parallel_rank if engine is None else engine,

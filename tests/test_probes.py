@@ -92,7 +92,7 @@ def test_wraps_what_is_there(modules: dict[str, Any]) -> None:
 
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name="deepseek-v4"),
-    parallel_config=SimpleNamespace(data_parallel_index=0),
+    parallel_config=SimpleNamespace(data_parallel_index=0, distributed_executor_backend="mp"),
     speculative_config=None,
 )
 
@@ -217,15 +217,26 @@ def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
     ) in said
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_process_without_a_ring_says_it_where_its_server_has_a_folder(
-    modules: dict[str, Any], runs: Path, caplog: pytest.LogCaptureFixture
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
 ) -> None:
     """An engine core without the probe that would make it one, started by an API server."""
     modules[SCHEDULER].Scheduler.__init__ = lambda self, **_: None
+    if shared:
+        monkeypatch.setenv("LLMOBS_AGENT", str(runs / "shared"))
     process.mark_server()
-    Path(os.environ["_LLMOBS_SERVER_RUN"]).mkdir(parents=True)
+    server = Path(os.environ["_LLMOBS_SERVER_RUN"])
+    folder = runs / "shared" if shared else server
+    folder.mkdir(parents=True)
     attach()
-    assert noted(runs) == {"scheduler", "preempt", "leave"}
+    assert set(process.missing_probes(folder)) == {
+        (server.name, probe) for probe in ("scheduler", "preempt", "leave")
+    }
     assert len(caplog.records) == 3
     assert process.current().ring is None
 

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from llmobs import __version__, schema
 from llmobs.agent.run import Run, Source
+from llmobs.features import FEATURES
 from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
 from llmobs.process import missing_probes
@@ -177,6 +178,20 @@ def _attached(run: Run) -> Samples:
     return samples
 
 
+def _features(run: Run) -> Samples:
+    samples: Samples = {}
+    alive = [source for source in run.sources.values() if source.alive and source.models]
+    for model in {source.models[0] for source in alive}:
+        lacking: dict[str, str] = {}
+        for source in alive:
+            if source.models[0] == model:
+                lacking |= source.info.get("lacking", {})
+        for feature in FEATURES:
+            reason = lacking.get(feature.name, "")
+            samples[model, feature.name, reason] = float(not reason)
+    return samples
+
+
 def _build(run: Run) -> Samples:
     versions = [str(s.info["vllm"]) for s in run.sources.values() if "vllm" in s.info]
     return {(_served(run), __version__, versions[0] if versions else ""): 1}
@@ -190,6 +205,7 @@ OWN: dict[str, Callable[[Run], Samples]] = {
     },
     "llmobs_guard_errors_total": _guard,
     "llmobs_probe_attached": _attached,
+    "llmobs_feature_available": _features,
     "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},
     "llmobs_build_info": _build,
 }

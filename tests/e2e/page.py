@@ -86,18 +86,26 @@ def eventually(what: str, condition: Callable[[], Any], within_s: float = SETTLE
 
 
 class Page:
-    """The page of the one server whose run folder is below `runs`."""
+    """The page of the one server whose run folder is below `runs`, or of that with this first
+    process."""
 
-    def __init__(self, runs: Path) -> None:
+    def __init__(self, runs: Path, pid: int | None = None) -> None:
         self.runs = runs
+        self.folders = f"{pid or '*'}-*"
         self.state: dict[str, Any] = eventually("the agent's page", self._read_state, AGENT_S)
         self.url: str = self.state["page"]
 
     def _read_state(self) -> dict[str, Any] | None:
-        found = list(self.runs.glob("*/agent.json"))
+        found = list(self.runs.glob(f"{self.folders}/agent.json"))
         assert len(found) <= 1, f"several run folders: {found}"
         state = json.loads(found[0].read_text()) if found else {}
         return state if "page" in state else None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        (folder,) = self.runs.glob(self.folders)
+        return folder
 
     def figures(self) -> Figures:
         return scrape(f"{self.url}/metrics")

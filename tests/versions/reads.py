@@ -37,7 +37,10 @@ READS = (
         "model_config parallel_config speculative_config observability_config",
     ),
     Read("vllm.config.model:ModelConfig", "served_model_name is_diffusion?"),
-    Read("vllm.config.parallel:ParallelConfig", "data_parallel_index|data_parallel_rank"),
+    Read(
+        "vllm.config.parallel:ParallelConfig",
+        "data_parallel_index|data_parallel_rank distributed_executor_backend _api_process_rank?",
+    ),
     Read("vllm.config.observability:ObservabilityConfig", "otlp_traces_endpoint"),
     Read(
         "vllm.v1.engine:EngineCoreRequest",
@@ -57,7 +60,7 @@ READS = (
     Read(
         "vllm.v1.request:Request",
         "request_id sampling_params lora_request status num_prompt_tokens num_computed_tokens "
-        "num_tokens num_output_tokens",
+        "num_tokens num_output_tokens resumable?",
     ),
     Read(
         "vllm.v1.core.sched.scheduler:Scheduler",
@@ -71,6 +74,7 @@ READS = (
         "scheduled_spec_decode_tokens",
     ),
     Read("vllm.v1.core.sched.output:NewRequestData", "req_id"),
+    Read("vllm.v1.outputs:ModelRunnerOutput", "req_ids sampled_token_ids"),
     Read("vllm.v1.engine:EngineCoreOutputs", "outputs scheduler_stats"),
     Read("vllm.v1.engine:EngineCoreOutput", "request_id new_token_ids"),
     Read("vllm.v1.metrics.stats:SchedulerStats", "spec_decoding_stats"),
@@ -95,7 +99,18 @@ FINISH_REASON = (
 """The one that they know by number."""
 
 PYTHONS = frozenset(
-    ("get", "items", "values", "pop", "startswith", "append", "aclose", "name", "__version__")
+    (
+        "get",
+        "items",
+        "keys",
+        "values",
+        "pop",
+        "startswith",
+        "append",
+        "aclose",
+        "name",
+        "__version__",
+    )
 )
 """Attributes of Python's own types: what is in a message or a dictionary, or an enumeration's
 member; and what a module says of itself."""
@@ -174,7 +189,9 @@ class _Function(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         match node:
-            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]
+            ) if not name.startswith("VLLM_"):  # that is one of the user's variables
                 self.asked.add(name)
         self.generic_visit(node)
 

@@ -1,0 +1,42 @@
+"""What llmobs tells of a server, and why it may not: the table of features.
+
+A feature is available unless something is known that stands in its way; what is not known yet is no
+reason.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What it tells, and the reasons that can keep it from that."""
+
+    name: str
+    tells: str
+    reasons: tuple[str, ...]
+
+
+MEANING = {
+    "foreign_frontend": "requests come to the engine from a front end that llmobs does not see "
+    "(vLLM's Rust front end, one on another host, one of a program's own); the engine's steps, "
+    "queue and tokens are told all the same",
+    "grpc": "requests come over vLLM's gRPC server: they are told from their hand-over to the "
+    "engine on, and those refused before are not",
+    "ray": "the workers are actors that Ray starts by itself, maybe on another host: nothing is "
+    "told of them",
+}
+"""The values of the label `reason`, for a person."""
+
+FEATURES = (
+    Feature(
+        "front_end",
+        "requests: outcomes, phases, first tokens, lengths",
+        ("foreign_frontend",),
+    ),
+    Feature(
+        "http_edge",
+        "the arrival of requests, their status and delivery, as the HTTP server sees them",
+        ("foreign_frontend", "grpc"),
+    ),
+    Feature("worker", "forward and sampling times", ("ray",)),
+)
