@@ -235,9 +235,8 @@ def _rule_out(probe: Probe, target: str, why: str) -> None:
     reasons[target] = why
     if len(reasons) == len(probe.targets):
         told = ", ".join(f"{target} ({reasons[target]})" for target in probe.targets)
-        process.current().miss(
-            probe.name, f"llmobs: probe {probe.name} is off, this vLLM has no {told}"
-        )
+        said = f"llmobs: probe {probe.name} is off, this vLLM has no {told}"
+        process.current().miss(probe.name, said, at_once=probe.before is frontend.starts)
 
 
 def _apply_loaded(probe: Probe) -> None:

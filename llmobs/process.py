@@ -1,5 +1,6 @@
 """What the probes of one process share: the ring, the model names, the agent."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -22,6 +23,8 @@ log = logging.getLogger("llmobs")
 
 AGENT_LOCK = "agent.lock"
 AGENT_STATE = "agent.json"
+MISSING = "missing-"
+"""Followed by the server and the probe: an empty file, by which the agent knows it too."""
 WATCH_SECONDS = 1.0
 STARTS_UNSAID = 2
 SPAWN_GRACE_SECONDS = 10.0
@@ -115,7 +118,6 @@ class Process:
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
-            "missing": list(self.missing),
             "probe_numbers": self.probe_numbers,
             "lacking": self.lacking,
             **self.extra,
@@ -126,20 +128,27 @@ class Process:
         if self.ring is not None:
             self.ring.write_info(self._info())
 
-    def miss(self, probe: str, said: str) -> None:
-        """This vLLM has no place for a probe. A process that is no server keeps it to itself."""
+    def miss(self, probe: str, said: str, at_once: bool) -> None:
+        """This vLLM has no place for a probe. It is said once this is known to be a server, unless
+        nothing may come after that tells so."""
         self.probes[probe] = 0
         self.missing[probe] = said
-        if self.ring is not None:
-            self.write_info()
+        self.write_info()
+        if at_once:
+            with contextlib.suppress(OSError):
+                self._run_folder()
+        if at_once or (SERVER_RUN in os.environ and self._notes().is_dir()):
             self._say_missing(probe)
 
+    def _notes(self) -> Path:
+        """Where the server's processes leave notes for each other and the agent."""
+        return self.settings.agent or Path(os.environ[SERVER_RUN])
+
     def _say_missing(self, probe: str) -> None:
-        """Log it in the first process of the server that gets to it."""
-        assert self.ring is not None
-        server = Path(os.environ.get(SERVER_RUN, "")).name
+        """Log it, in the first process of the server that gets to it."""
+        server = Path(os.environ[SERVER_RUN]).name
         try:
-            (self.ring.path.parent / f"missing-{server}-{probe}").touch(exist_ok=False)
+            (self._notes() / f"{MISSING}{server}-{probe}").touch(exist_ok=False)
         except FileExistsError:
             return
         except OSError:
@@ -186,6 +195,12 @@ class Process:
         number = self.probe_numbers.get(probe)
         if self.ring is not None and number is not None:
             self.ring.cells[schema.GUARD_CELL + number] += failures
+
+
+def missing_probes(folder: Path) -> list[tuple[str, str]]:
+    """The probes that have no place, each with its server."""
+    notes = (path.name.removeprefix(MISSING).rpartition("-") for path in folder.glob(f"{MISSING}*"))
+    return [(server, probe) for server, _, probe in notes]
 
 
 def is_first() -> bool:

@@ -465,7 +465,7 @@ def test_the_wrapped_app_is_the_app(server: Server) -> None:
 
 @pytest.mark.parametrize("missing", ["finish", "abort"])
 def test_where_no_end_of_a_sequence_is_seen_none_is_kept(server: Server, missing: str) -> None:
-    server.state.miss(missing, "gone")
+    server.state.miss(missing, "gone", at_once=False)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         frontend.processed(None, server.request(), None)

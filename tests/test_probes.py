@@ -101,10 +101,10 @@ def test_a_forked_child_knows_what_its_parent_found_missing(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process.mark_server()
-    process.current().miss("leave", "leave is gone")
+    process.current().miss("leave", "leave is gone", at_once=False)
     process._forked()  # what a fork's child does first
     process.current().open("engine_core", "deepseek-v4")
-    assert header()["missing"] == ["leave"]
+    assert noted(runs) == {"leave"}
     assert [record.getMessage() for record in caplog.records] == ["leave is gone"]
 
 
@@ -115,7 +115,7 @@ def test_what_would_only_grow_is_not_kept(
     monkeypatch.setattr(engine, "ENGINE", None)
     process.mark_server()
     if missing is not None:
-        process.current().miss(missing, "gone")
+        process.current().miss(missing, "gone", at_once=False)
     engine.starts(None, CONFIG)
     assert header()["roles"] == ["engine_core"]
     assert (engine.ENGINE is not None) == (missing in ("preempt", None))
@@ -125,6 +125,13 @@ def header() -> dict[str, Any]:
     ring = process.current().ring
     assert ring is not None
     return Reader(ring.path).info()
+
+
+def noted(runs: Path) -> set[str]:
+    (folder,) = [folder for folder in runs.iterdir() if folder.is_dir()]
+    found = process.missing_probes(folder)
+    assert {server for server, _ in found} <= {folder.name}
+    return {probe for _, probe in found}
 
 
 def test_a_missing_target_or_parameter_is_said_once_per_server(
@@ -143,7 +150,7 @@ def test_a_missing_target_or_parameter_is_said_once_per_server(
         "llmobs: probe leave is off, this vLLM has no vllm.v1.core.sched.scheduler:"
         "Scheduler._free_request (Scheduler does not define _free_request)",
     ]
-    assert sorted(header()["missing"]) == ["leave", "preempt"]
+    assert noted(runs) == {"leave", "preempt"}
     found = header()["probes"]
     assert (found["join"], found["preempt"], found["leave"]) == (1, 0, 0)
 
@@ -153,7 +160,7 @@ def test_a_missing_target_or_parameter_is_said_once_per_server(
     monkeypatch.setattr(process, "_current", None)
     attach()
     process.current().open("worker", "deepseek-v4")
-    assert sorted(header()["missing"]) == ["leave", "preempt"]
+    assert noted(runs) == {"leave", "preempt"}
     assert len(caplog.records) == 2
 
 
@@ -200,7 +207,7 @@ def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
         *("sync_engine", "process_inputs", "admit", "finish", "abort", "engine_dead"),
         *("beam_search", "worker", "forward", "sample", "trace_headers"),
     }
-    assert set(header()["missing"]) == gone
+    assert noted(runs) == gone
     assert {header()["probes"][probe] for probe in gone} == {0}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(gone)
@@ -208,6 +215,55 @@ def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
         "llmobs: probe process_inputs is off, this vLLM has no vllm.v1.engine.input_processor:"
         "InputProcessor.process_inputs (there is no such module)"
     ) in said
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_process_without_a_ring_says_it_where_its_server_has_a_folder(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    """An engine core without the probe that would make it one, started by an API server."""
+    modules[SCHEDULER].Scheduler.__init__ = lambda self, **_: None
+    if shared:
+        monkeypatch.setenv("LLMOBS_AGENT", str(runs / "shared"))
+    process.mark_server()
+    server = Path(os.environ["_LLMOBS_SERVER_RUN"])
+    folder = runs / "shared" if shared else server
+    folder.mkdir(parents=True)
+    attach()
+    assert set(process.missing_probes(folder)) == {
+        (server.name, probe) for probe in ("scheduler", "preempt", "leave")
+    }
+    assert len(caplog.records) == 3
+    assert process.current().ring is None
+
+
+def test_where_nothing_may_make_it_a_front_end_it_is_said_at_once(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = ModuleType("vllm.v1.engine.async_llm")
+    llm.AsyncLLM = type("AsyncLLM", (), {"add_request": len})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, llm.__name__, llm)
+    monkeypatch.delitem(sys.modules, SCHEDULER)
+    attach()
+    assert noted(runs) == {"async_engine"}
+    (record,) = caplog.records
+    assert "probe async_engine is off" in record.getMessage()
+    # Where there can be no folder it is said as well.
+    detach()
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setenv("LLMOBS_RUN_DIR", "/dev/null/runs")
+    monkeypatch.setenv("_LLMOBS_SERVER_RUN", "/dev/null/runs/1-1")
+    attach()
+    assert "probe async_engine is off" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 2
+    assert GUARD.failures == {}
 
 
 def test_nothing_of_this_reaches_the_import(

@@ -20,6 +20,7 @@ from llmobs.agent.run import Run, Source
 from llmobs.features import FEATURES
 from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
+from llmobs.process import missing_probes
 
 Samples = dict[tuple[str, ...], float]
 
@@ -163,13 +164,17 @@ def _attached(run: Run) -> Samples:
     for source in run.sources.values():
         if not source.alive:
             continue
-        missing = source.info.get("missing", ())
         for probe, attached in source.info.get("probes", {}).items():
             role = ROLES.get(probe, "")
-            # The one that would give a process its role may be the missing one.
-            if role in source.roles or (role and probe in missing):
+            if role in source.roles:
                 key = (source.models[0], role, probe)
                 samples[key] = min(samples.get(key, 1), attached)
+    # Without the probe that gives it its role a process has no ring: its note tells.
+    missing = missing_probes(run.folder)
+    for source in run.sources.values():
+        for server, probe in missing:
+            if source.alive and server == source.info.get("server") and probe in ROLES:
+                samples[source.models[0], ROLES[probe], probe] = 0
     return samples
 
 

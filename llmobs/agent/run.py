@@ -319,7 +319,6 @@ def described(info: dict[str, Any]) -> bool:
         and all(isinstance(model, str) for model in models)
         and isinstance(probes, dict)
         and all(type(attached) is int for attached in probes.values())
-        and isinstance(info.get("missing", []), list)
         and isinstance(lacking, dict)
         and all(isinstance(reason, str) for reason in lacking.values())
     )

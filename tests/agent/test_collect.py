@@ -289,7 +289,10 @@ def test_a_probe_that_vllm_has_no_place_for_shows_though_its_process_has_no_role
 ) -> None:
     """Without the probe `scheduler` no process becomes an engine core: the others must tell."""
     probes = {"admit": 1, "scheduler": 0, "join": 0, "forward": 1}
-    new_ring(tmp_path, {**FRONT, "probes": probes, "missing": ["scheduler"]}, 256)
+    new_ring(tmp_path, {**FRONT, "probes": probes, "server": "12-345"}, 256)
+    for server in ("12-345", "12-346"):  # the latter is another one, with the same agent
+        (tmp_path / f"missing-{server}-{'scheduler' if server == '12-345' else 'admit'}").touch()
+    (tmp_path / "missing-12-345-unheard_of").touch()
     run = Run(tmp_path)
     run.poll()
     assert samples(run, "llmobs_probe_attached") == {"admit": 1, "scheduler": 0}

