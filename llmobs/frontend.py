@@ -510,6 +510,7 @@ def _refused(error: Exception) -> None:
     elif ring is not None:
         edge = Edge(now(), Route.LIBRARY)
         edge.refused, edge.end = int(status), edge.arrival
+        _put_arrival(ring, edge, ())  # nothing else will tell the agent of it
         _maybe_end(ring, edge)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmobs import frontend, process, schema
+from llmobs.agent.run import Run
 from llmobs.frontend import EDGE, EdgeApp, parse_traceparent
 from llmobs.guard import GUARD
 from llmobs.ring import Reader
@@ -20,6 +21,7 @@ from tests.rings import read_all
 CHAT = "/v1/chat/completions"
 ARRIVE, ADMIT, FIRST, SEQUENCE_END, END, BEAMS = 1, 2, 3, 4, 5, 6
 STOP, LENGTH, ABORT, ERROR, REJECTED = 0, 1, 2, 3, 4
+UNKNOWN = 4  # the bucket of what was never tokenised
 
 
 class Server:
@@ -401,6 +403,23 @@ def test_a_call_from_python(server: Server) -> None:
     assert [r[0] for r in records] == [ADMIT, SEQUENCE_END, END]
     assert records[-1][1:3] == (LENGTH, 0)
     assert server.total("ended", 0, LENGTH) == 1
+
+
+def test_a_call_from_python_that_is_refused(server: Server) -> None:
+    """The agent must not take its end for that of a request whose beginning was lost."""
+
+    async def admission() -> None:
+        raise ValueError("too long")
+
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(frontend.observe_admission(admission()))
+    assert server.total("ended", UNKNOWN, REJECTED) == 1
+    assert server.total("rejections", 0) == 1  # 400
+    run = Run(server.ring.path.parent)
+    run.poll()
+    (told,) = run.requests.finished
+    assert (told.outcome, told.status, told.context_bucket) == ("rejected", 400, "unknown")
+    assert run.requests.incomplete == 0
 
 
 def test_whatever_fails_of_ours_the_answer_goes_out(

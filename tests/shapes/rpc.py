@@ -58,9 +58,11 @@ async def _exchange(stub: Any, request: Any, leave_after: int) -> Outcome:
         kind = message.WhichOneof("response")
         if kind == "complete":
             outcome.prompt_tokens = message.complete.prompt_tokens
-            outcome.completion_tokens += message.complete.completion_tokens
+            if not request.stream:  # else it has the last chunk's tokens once more
+                outcome.completion_tokens += len(message.complete.output_ids)
             outcome.finish_reason = message.complete.finish_reason
         else:
+            outcome.completion_tokens += len(message.chunk.token_ids)
             outcome.chunks += 1
             if outcome.chunks == leave_after:
                 answer.cancel()

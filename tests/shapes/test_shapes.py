@@ -170,7 +170,11 @@ def foreign(shape: Shape, folder: Path) -> list[Call]:
         for part in load.mixed(served.url, [MODEL], Seeds(), refused=False):
             play(part.send)
             calls += part.calls[MODEL]
-        check_foreign(served.page, calls, shape.processes)
+        # The Rust front end of 0.32 does not take several sequences of a prompt.
+        refused = [call for call in calls if call.outcome == "rejected"]
+        assert not [call.answer for call in refused if call.sequences == 1]
+        taken = [call for call in calls if call.outcome != "rejected"]
+        check_foreign(served.page, taken, shape.processes)
         check_rings(served.page, shape.processes)
         return calls
 
