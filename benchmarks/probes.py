@@ -1,67 +1,85 @@
-"""What the engine's probes cost per step, inside the process: with probes and bare, in turn.
+"""What the probes cost per engine step, inside each process: with probes and bare, in turn.
 
-A stand-in for vLLM's scheduler yields one output per running request, as vLLM's does; the same
-steps run with the real probes around it and without, alternating, and the medians of many rounds
-are told.
+Stand-ins for vLLM's scheduler, worker and HTTP server do nothing but yield what vLLM's would, one
+output per running request; the same calls run with the real probes around them and without,
+alternating, and the medians of many rounds are told. See steps.py for a real server.
 """
 
+import asyncio
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmobs import engine
+from llmobs import engine, frontend, process, worker
 from llmobs.guard import wrap
 from llmobs.ring import Reader, Writer
 
 ROUNDS, STEPS = 41, 500
+PROMPTS = (100, 300, 2_000, 10_000, 500, 40_000)
+"""Of all four context buckets."""
+
+Step = Callable[[], Any]
 
 
 class Scheduler:
-    """One step: everything that runs yields one token."""
+    """One step: everything that runs yields a token, or with `drafts` one to four."""
 
-    def __init__(self, running: int) -> None:
-        outputs = [
-            SimpleNamespace(request_id=f"chatcmpl-{n:032x}-{n:08x}", new_token_ids=[n])
-            for n in range(running)
-        ]
-        self.running = outputs
+    def __init__(self, running: int, drafts: bool, copied: bool) -> None:
+        counts = list(islice(cycle((1, 4, 2, 3) if drafts else (1,)), running))
+        ids = [f"chatcmpl-{n:032x}-{n:08x}" for n in range(running)]
+        self.ids = ids
         self.requests = {
-            o.request_id: SimpleNamespace(num_computed_tokens=101, num_tokens=100) for o in outputs
+            name: SimpleNamespace(num_computed_tokens=101, num_tokens=100) for name in ids
         }
         self.max_num_running_reqs = self.max_num_scheduled_tokens = 1 << 30
         self.output = SimpleNamespace(
             total_num_scheduled_tokens=running,
-            num_scheduled_tokens={o.request_id: 1 for o in outputs},
+            num_scheduled_tokens=dict.fromkeys(ids, 1),
             scheduled_new_reqs=[],
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens={name: [1, 1, 1] for name in ids} if drafts else {},
         )
-        self.result = {0: SimpleNamespace(outputs=outputs, scheduler_stats=None)}
+        outputs = [
+            SimpleNamespace(request_id=name, new_token_ids=[1] * count)
+            for name, count in zip(ids, counts, strict=True)
+        ]
+        stats = SimpleNamespace(num_draft_tokens=3 * running, num_accepted_tokens=sum(counts))
+        self.result = {
+            0: SimpleNamespace(
+                outputs=outputs,
+                scheduler_stats=SimpleNamespace(spec_decoding_stats=stats if drafts else None),
+            )
+        }
+        # Between processes the ids are copies, which takes longer to compare; each step anew.
+        copies = [[("%s" % (name + " "))[:-1] for name in ids] for _ in range(STEPS)]
+        sampled = [output.new_token_ids for output in outputs]
+        self.runner = cycle(
+            SimpleNamespace(req_ids=copy if copied else ids, sampled_token_ids=sampled)
+            for copy in copies
+        )
 
     def schedule(self) -> Any:
         return self.output
 
-    def update_from_output(self, scheduler_output: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         return self.result
 
 
-def observed(
-    running: int, ring: Writer
-) -> tuple[Scheduler, Callable[..., Any], Callable[..., Any]]:
-    """A scheduler with the engine's probes on, all its sequences decoding."""
-    scheduler = Scheduler(running)
-    follower = engine.Engine(ring, several_tokens=False)
-    for output in scheduler.running:
-        params = SimpleNamespace(stop=[], max_tokens=1000)
+def engine_step(running: int, ring: Writer, drafts: bool, copied: bool) -> tuple[Step, Step]:
+    """Bare, and with the engine's probes on, all its sequences decoding."""
+    scheduler = Scheduler(running, drafts, copied)
+    follower = engine.Engine(ring, several_tokens=drafts)
+    for name, prompt in zip(scheduler.ids, cycle(PROMPTS), strict=False):
         follower.join(
             SimpleNamespace(
-                request_id=output.request_id,
-                num_prompt_tokens=100,
-                sampling_params=params,
+                request_id=name,
+                num_prompt_tokens=prompt,
+                sampling_params=SimpleNamespace(stop=[], max_tokens=1000),
                 lora_request=None,
             )
         )
@@ -72,44 +90,126 @@ def observed(
         Scheduler.update_from_output,
         engine.updated,
         engine.update_starts,
+        parameters=("scheduler_output", "model_runner_output"),
+    )
+    scheduler.output.scheduled_new_reqs = [SimpleNamespace(req_id=name) for name in scheduler.ids]
+    prefilled = SimpleNamespace(req_ids=scheduler.ids, sampled_token_ids=[[1]] * running)
+    update(scheduler, schedule(scheduler), prefilled)  # from here on all decode
+    scheduler.output.scheduled_new_reqs = []
+    runner = scheduler.runner
+
+    def bare() -> None:
+        scheduler.update_from_output(scheduler.schedule(), next(runner))
+
+    def probed() -> None:
+        update(scheduler, schedule(scheduler), next(runner))
+
+    return bare, probed
+
+
+class Worker:
+    """A worker whose forward pass and sampling take no time."""
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        pass
+
+    def sample_tokens(self, grammar_output: Any) -> None:
+        pass
+
+
+def worker_step(running: int, ring: Writer) -> tuple[Step, Step]:
+    subject = Worker()
+    output = Scheduler(running, False, False).output
+    forward = wrap(
+        *("forward", Worker.execute_model, worker.forwarded, worker.call_starts),
         parameters=("scheduler_output",),
     )
-    scheduler.output.scheduled_new_reqs = [
-        SimpleNamespace(req_id=output.request_id) for output in scheduler.running
-    ]
-    update(scheduler, schedule(scheduler))  # the prefill: from here on all decode
-    scheduler.output.scheduled_new_reqs = []
-    return scheduler, schedule, update
+    sample = wrap("sample", Worker.sample_tokens, worker.sampled, worker.call_starts)
+
+    def bare() -> None:
+        subject.execute_model(output)
+        subject.sample_tokens(None)
+
+    def probed() -> None:
+        forward(subject, output)
+        sample(subject, None)
+
+    return bare, probed
 
 
-def microseconds(
-    scheduler: Scheduler, schedule: Callable[..., Any], update: Callable[..., Any]
-) -> float:
-    began = time.perf_counter()
+def chunk_step(running: int, ring: Writer) -> tuple[Step, Step]:
+    """A streamed chunk of each request, after its first."""
+    chunk = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+    finished: asyncio.Future[None] = asyncio.Future(loop=asyncio.new_event_loop())
+
+    class Cycle:
+        def send(self, message: dict[str, Any]) -> Awaitable[None]:
+            return finished
+
+    sends = [Cycle().send for _ in range(running)]
+    relays = []
+    for send in sends:
+        edge = frontend.Edge(1, frontend.Route.CHAT)
+        edge.yielded = edge.streamed = True
+        edge.open["r"] = frontend.Live(edge, 1, SimpleNamespace(is_prefilling=False), {})
+        relays.append(edge.sender(send))
+        relays[-1](chunk)  # the first
+
+    def bare() -> None:
+        for send in sends:
+            send(chunk)
+
+    def probed() -> None:
+        for relay in relays:
+            relay(chunk)
+
+    return bare, probed
+
+
+def microseconds(step: Step) -> float:
+    """Of CPU time: what else the machine does meanwhile is not ours."""
+    began = time.thread_time()
     for _ in range(STEPS):
-        update(scheduler, schedule(scheduler))
-    return (time.perf_counter() - began) / STEPS * 1e6
+        step()
+    return (time.thread_time() - began) / STEPS * 1e6
+
+
+def cost(make: Callable[..., tuple[Step, Step]], *arguments: Any) -> tuple[float, float]:
+    """Microseconds of ours per step, and records per step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.ring"
+        ring = Writer(path, 1 << 15, {})
+        process.current().ring = ring
+        bare, probed = make(arguments[0], ring, *arguments[1:])
+        reader = Reader(path)
+        before = reader.newest()
+        times = [(microseconds(bare), microseconds(probed)) for _ in range(ROUNDS)]
+        records = (reader.newest() - before) / (ROUNDS * STEPS)
+    own = statistics.median(t for _, t in times) - statistics.median(t for t, _ in times)
+    return own, records
 
 
 def main() -> int:
-    print("| running | bare µs/step | with probes µs/step | probes µs/step | records/step |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| running | engine core | worker | front end, streaming | together | records |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    steady = {}
     for running in (8, 64, 256):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "bench.ring"
-            ring = Writer(path, 1 << 15, {})
-            scheduler, schedule, update = observed(running, ring)
-            reader = Reader(path)
-            before = reader.newest()
-            bare, probed = [], []
-            for _ in range(ROUNDS):
-                bare.append(
-                    microseconds(scheduler, Scheduler.schedule, Scheduler.update_from_output)
-                )
-                probed.append(microseconds(scheduler, schedule, update))
-            records = (reader.newest() - before) / (ROUNDS * STEPS)
-        low, high = statistics.median(bare), statistics.median(probed)
-        print(f"| {running} | {low:.2f} | {high:.2f} | {high - low:.2f} | {records:.2f} |")
+        core, records = cost(engine_step, running, False, False)
+        work, more = cost(worker_step, running)
+        front, _ = cost(chunk_step, running)
+        steady[running] = core
+        print(
+            f"| {running} | {core:.2f} | {work:.2f} | {front:.2f} | {core + work + front:.2f} "
+            f"| {records + more:.2f} |"
+        )
+    print("\n| running, speculating | ids | engine core | more per running request, ns |")
+    print("| --- | --- | --- | --- |")
+    for running in (8, 64, 256):
+        for copied in (False, True):
+            core, _ = cost(engine_step, running, True, copied)
+            more = (core - steady[running]) / running * 1e3
+            which = "of another process" if copied else "the same"
+            print(f"| {running} | {which} | {core:.2f} | {more:.0f} |")
     return 0
 
 

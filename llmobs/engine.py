@@ -5,13 +5,15 @@ Everything here is O(changes) per step: in steady decode a step is one record, w
 
 import itertools
 import math
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from llmobs import process, schema
 from llmobs.frontend import is_cut, sequence_key
+from llmobs.guard import GUARD
 from llmobs.ring import Writer
 from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState, Wait
 from llmobs.slo import SLO
@@ -19,6 +21,7 @@ from llmobs.slo import SLO
 now = time.monotonic_ns
 WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
 SNAPSHOT_NS = 1_000_000_000
+STEPS_KEPT = 256
 _number = itertools.count(1).__next__
 MOMENT = schema.PROCESS_CELL["log_moment"]
 SQUARES = schema.PROCESS_CELL["batch_squares"]
@@ -26,11 +29,16 @@ WAIT_NS = schema.PROCESS_CELL["wait_ns"]
 WAITING_TOKENS = schema.PROCESS_CELL["waiting_tokens"]
 LAST_STEP = schema.PROCESS_CELL["last_step_wall_ns"]
 DRAFT = schema.PROCESS_CELL["spec_tokens"]
+GENERATED = tuple(
+    schema.model_cell("generated_tokens", model) + bucket
+    for model in range(schema.MODEL_SLOTS)
+    for bucket in range(schema.BUCKETS)
+)
+"""Where the tokens of a cell (a model and a bucket) are counted."""
 
 # vLLM's RequestStatus by name: its numbers move between releases.
 BLOCKED = {
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": Wait.GRAMMAR,
-    "WAITING_FOR_FSM": Wait.GRAMMAR,
     "WAITING_FOR_REMOTE_KVS": Wait.REMOTE_KV,
     "WAITING_FOR_STREAMING_REQ": Wait.INPUT,
 }
@@ -49,9 +57,9 @@ class Sequence:
         "key",
         "number",
         "prompt",
+        "resumable",
         "state",
         "step",
-        "tokens_cell",
     )
 
     def __init__(self, number: int, key: int, prompt: int, model: int, flags: int) -> None:
@@ -62,7 +70,7 @@ class Sequence:
         self.flags = flags
         self.cell = model * schema.BUCKETS + bucket
         self.gauge = schema.model_cell("requests", model) + bucket
-        self.tokens_cell = schema.model_cell("generated_tokens", model) + bucket
+        self.resumable = False
         self.state = WAITING
         self.entry = Entry.NEW
         self.step = 0
@@ -97,8 +105,18 @@ class Engine:
         self.prefilling: dict[str, Sequence] = {}
         self.preempted: dict[str, Sequence] = {}
         self.decode_cells: dict[int, int] = {}
+        """Of the decoding ones whose tokens count as they come out: how many in each cell."""
+        self.order: list[str] | None = None
+        """The decoding ones in the order of the runner's output, if it is known; `groups` and
+        `cut_places` follow from it."""
+        self.groups: list[tuple[int, Callable[[list[int]], Any] | None, int]] = []
+        self.cut_places: list[tuple[int, int]] = []
+        self.resumable = 0
         self.waiting = 0
-        self.steps: deque[Step] = deque()
+        # A few are on their way at most: more only if the probe that takes them out fails.
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self.swept = 0
+        """How many failures of ours there had been when `sequences` was last looked through."""
         self.step_number = 0
         self.updating = False
         self.leaving: list[tuple[str, int]] = []
@@ -136,9 +154,10 @@ class Engine:
             self.preempted[request_id] = sequence
         elif state is DECODE:
             self.decoding[request_id] = sequence
+            self.order = None
             if not sequence.flags & Flag.CUT:
                 cells = self.decode_cells
-                cells[sequence.tokens_cell] = cells.get(sequence.tokens_cell, 0) + 1
+                cells[sequence.cell] = cells.get(sequence.cell, 0) + 1
 
     def _leave_state(self, request_id: str, sequence: Sequence) -> None:
         self._count(sequence, -1)
@@ -151,8 +170,9 @@ class Engine:
             del self.preempted[request_id]
         else:
             del self.decoding[request_id]
+            self.order = None
             if not sequence.flags & Flag.CUT:
-                self.decode_cells[sequence.tokens_cell] -= 1
+                self.decode_cells[sequence.cell] -= 1
 
     def join(self, request: Any) -> None:
         request_id = request.request_id
@@ -170,6 +190,9 @@ class Engine:
         model = process.current().model(lora.lora_name if lora is not None else None)
         prompt = request.num_prompt_tokens
         sequence = Sequence(_number() & 0xFFFFFFFF, sequence_key(request_id), prompt, model, flags)
+        # One more chunk of its input may come after it stopped, and then it does not leave.
+        sequence.resumable = getattr(request, "resumable", False)
+        self.resumable += sequence.resumable
         cells = self.ring.cells
         self.ring.put(
             Kind.JOIN,
@@ -187,6 +210,15 @@ class Engine:
             self.reason = Wait.ENGINE_BUSY
         self.waiting += 1
         self._count(sequence, 1)
+
+    def sweep(self, known: dict[str, Any]) -> None:
+        """One of our probes failed since the last look: forget what the scheduler has forgotten, or
+        it would be counted for ever."""
+        self.swept = GUARD.total
+        time_now = now()
+        for request_id in self.sequences.keys() - known.keys():
+            self._remove(request_id, time_now, 0)
+        self.leaving.clear()
 
     # Steps
 
@@ -248,7 +280,9 @@ class Engine:
         pause = getattr(scheduler, "_pause_state", None)
         if pause is not None and pause.name != "UNPAUSED":
             return Wait.PAUSED
-        deferred = getattr(scheduler, "deferred_waiting", None) or ()
+        deferred: Any = getattr(scheduler, "deferred_waiting", None)
+        if deferred is None:  # until 0.30 vLLM kept them in a queue of their own
+            deferred = getattr(scheduler, "skipped_waiting", ())
         if len(deferred) * 2 > self.waiting:
             status = next(iter(deferred)).status.name
             return BLOCKED.get(status, Wait.ADAPTER)
@@ -258,7 +292,9 @@ class Engine:
             return Wait.TOKEN_BUDGET
         return Wait.KV_CACHE
 
-    def updated(self, scheduler_output: Any, result: dict[int, Any], started: int) -> None:
+    def updated(
+        self, scheduler_output: Any, runner_output: Any, result: dict[int, Any], started: int
+    ) -> None:
         self.updating = False
         identity = id(scheduler_output)
         while self.steps and self.steps[0].identity != identity:
@@ -267,7 +303,7 @@ class Engine:
         if self.steps:
             step = self.steps.popleft()
             if step.tokens:
-                self._emit(step, scheduler_output, result, started)
+                self._emit(step, scheduler_output, runner_output, result, started)
                 time_now = self.last_end  # they left with this step, not after it
         if self.leaving:
             time_now = time_now or now()
@@ -277,7 +313,12 @@ class Engine:
             self.left_empty = False
 
     def _emit(
-        self, step: Step, scheduler_output: Any, result: dict[int, Any], started: int
+        self,
+        step: Step,
+        scheduler_output: Any,
+        runner_output: Any,
+        result: dict[int, Any],
+        started: int,
     ) -> None:
         """Record what came out of a step."""
         ring, cells = self.ring, self.ring.cells
@@ -285,23 +326,26 @@ class Engine:
         count = 0
         for outputs in result.values():
             count += len(outputs.outputs)
-        decoding = len(self.decoding)
         first: list[str] = []
+        tokens: int | None = None
         if (
-            count == decoding
+            count == len(self.decoding)
             and not self.prefilling
             and not self.preempted
-            and not self.several_tokens
             and not self.left_empty
         ):
-            # Whatever can yield is decoding, and each yields at most one output: all did.
-            tokens = count
-            for cell, number in self.decode_cells.items():
-                cells[cell] += number
-        else:
+            # Whatever can yield is decoding, and each has at most one output: all yielded.
+            if self.several_tokens:
+                tokens = self._several(runner_output, time_now)
+            else:
+                tokens = count
+                for cell, number in self.decode_cells.items():
+                    cells[GENERATED[cell]] += number
+        accepted = None if tokens is None else tokens - count
+        if tokens is None:
             tokens, first = self._uneven(result, time_now, step.number)
         if scheduler_output.scheduled_spec_decode_tokens:
-            self._speculated(scheduler_output, result)
+            self._speculated(scheduler_output, runner_output, result, accepted)
         duration = time_now - max(step.started, self.last_end)
         waiting_tokens = cells[WAITING_TOKENS]
         ring.put(
@@ -339,6 +383,67 @@ class Engine:
             self.next_snapshot = time_now + SNAPSHOT_NS
             self._snapshot(time_now)
 
+    def _several(self, runner_output: Any, time_now: int) -> int | None:
+        """Record the tokens of a step in which each decoding sequence yielded one or more: their
+        sum by cell, for who yielded how many is asked only of those that the front end cuts.
+
+        Returns the tokens that came out, or None where they must be looked at one by one: a
+        sequence that stopped keeps only some of what was sampled."""
+        sampled = runner_output.sampled_token_ids
+        if self.leaving or self.resumable or len(sampled) != len(self.decoding):
+            return None
+        numbers = list(map(len, sampled))
+        total = rest = sum(numbers)
+        cells = self.ring.cells
+        more: list[int] = []
+        for cell, number in self.decode_cells.items():
+            if number == len(numbers):  # all in one, in whatever order
+                cells[GENERATED[cell]] += total
+                more.append(cell | total - number << 32)
+                break
+        else:
+            if runner_output.req_ids != self.order and not self._order(runner_output.req_ids):
+                return None
+            if self.cut_places:
+                pairs: list[int] = []
+                for place, sequence_number in self.cut_places:
+                    rest -= numbers[place]
+                    if numbers[place] != 1:
+                        pairs += (sequence_number, numbers[place])
+                self.ring.put_list(Kind.TOKENS, time_now, pairs)
+            for cell, pick, number in self.groups:
+                tokens = rest if pick is None else sum(pick(numbers))
+                rest -= tokens
+                cells[GENERATED[cell]] += tokens
+                more.append(cell | tokens - number << 32)
+        for start in range(0, len(more), schema.COLUMNS):
+            part = more[start : start + schema.COLUMNS]
+            self.ring.put(Kind.MORE, time_now, 0, 2 * len(part), 0, *part)
+        return total
+
+    def _order(self, request_ids: list[str]) -> bool:
+        """Learn in which order the runner tells of the decoding sequences; False if of others."""
+        places: dict[int, list[int]] = {}
+        self.cut_places = []
+        for place, request_id in enumerate(request_ids):
+            sequence = self.decoding.get(request_id)
+            if sequence is None:
+                return False
+            if sequence.flags & Flag.CUT:
+                self.cut_places.append((place, sequence.number))
+            else:
+                places.setdefault(sequence.cell, []).append(place)
+        self.groups = [
+            # Of one place the getter would yield no list.
+            (cell, itemgetter(*at) if len(at) > 1 else itemgetter(slice(at[0], at[0] + 1)), len(at))
+            for cell, at in sorted(places.items(), key=lambda group: len(group[1]))
+        ]
+        if self.groups:  # the largest has what the others leave
+            cell, _, number = self.groups[-1]
+            self.groups[-1] = cell, None, number
+        self.order = list(request_ids)
+        return True
+
     def _uneven(
         self, result: dict[int, Any], time_now: int, step_number: int
     ) -> tuple[int, list[str]]:
@@ -369,25 +474,33 @@ class Engine:
                 if count:
                     pairs += (sequence.number, count)
                     if not sequence.flags & Flag.CUT:
-                        cells[sequence.tokens_cell] += count
+                        cells[GENERATED[sequence.cell]] += count
                         if sequence.state is DECODE:
-                            cells[sequence.tokens_cell] -= 1  # added for all below
+                            cells[GENERATED[sequence.cell]] -= 1  # added for all below
         skipped = []
         if yielded != len(self.decoding):
             skipped = [s for s in self.decoding.values() if s.step != step_number]
         for cell, number in self.decode_cells.items():
-            cells[cell] += number
+            cells[GENERATED[cell]] += number
         for sequence in skipped:
             if not sequence.flags & Flag.CUT:
-                cells[sequence.tokens_cell] -= 1
+                cells[GENERATED[sequence.cell]] -= 1
         if pairs:
             ring.put_list(Kind.TOKENS, time_now, pairs)
         if skipped:
             ring.put_list(Kind.SKIP, time_now, [sequence.number for sequence in skipped])
         return total, first
 
-    def _speculated(self, scheduler_output: Any, result: dict[int, Any]) -> None:
-        """Count drafts and acceptances: vLLM's own count where it keeps one."""
+    def _speculated(
+        self,
+        scheduler_output: Any,
+        runner_output: Any,
+        result: dict[int, Any],
+        accepted: int | None,
+    ) -> None:
+        """Count drafts and acceptances: vLLM's own count where it keeps one, else as it counts (a
+        draft accepted beyond the end of a sequence is one, too): `accepted` if that is known, else
+        one by one."""
         cells = self.ring.cells
         for outputs in result.values():
             stats = outputs.scheduler_stats
@@ -397,12 +510,17 @@ class Engine:
                 cells[DRAFT + 1] += stats.num_accepted_tokens
                 return
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        if accepted is not None:
+            cells[DRAFT] += sum(map(len, drafts.values()))
+            cells[DRAFT + 1] += accepted
+            return
+        sampled = dict(zip(runner_output.req_ids, runner_output.sampled_token_ids, strict=True))
         for outputs in result.values():
             for output in outputs.outputs:
                 draft = drafts.get(output.request_id)
                 if draft and output.new_token_ids:
                     cells[DRAFT] += len(draft)
-                    cells[DRAFT + 1] += len(output.new_token_ids) - 1
+                    cells[DRAFT + 1] += len(sampled[output.request_id]) - 1
 
     def _snapshot(self, time_now: int) -> None:
         put = self.ring.put
@@ -452,6 +570,7 @@ class Engine:
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
             self._leave_state(request_id, sequence)
+            self.resumable -= sequence.resumable
             self.ring.put(Kind.LEAVE, time_now, sequence.number, 0, 0, tokens, sequence.key)
 
 
@@ -459,6 +578,8 @@ class Engine:
 # engines one after another (a script with LLM) follows the newest.
 
 ENGINE: Engine | None = None
+FOLLOWED = {"join", "schedule", "update", "leave"}
+"""Where a vLLM has no place for one of these, what is kept of sequences and steps only grows."""
 
 
 def starts(scheduler: Any, vllm_config: Any) -> None:
@@ -469,8 +590,7 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     engine = getattr(vllm_config.parallel_config, "data_parallel_index", None)
     if engine is None:
         engine = vllm_config.parallel_config.data_parallel_rank
-    version = getattr(sys.modules.get("vllm"), "__version__", "")
-    state.open("engine_core", str(model.served_model_name), engine=engine, vllm=version)
+    state.open("engine_core", str(model.served_model_name), engine=engine)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
     if _rust(vllm_config.parallel_config):
@@ -485,7 +605,8 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
             for cell in range(first, first + 2 * schema.BUCKETS):
                 state.ring.cells[cell] = 0
         state.ring.cells[WAITING_TOKENS] = 0
-        ENGINE = Engine(state.ring, several)
+        if not FOLLOWED & state.missing.keys():
+            ENGINE = Engine(state.ring, several)
 
 
 def _rust(parallel_config: Any) -> bool:
@@ -501,6 +622,8 @@ def _rust(parallel_config: Any) -> bool:
 def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
     if ENGINE is None:
         return
+    if GUARD.total != ENGINE.swept:
+        ENGINE.sweep(scheduler.requests)
     if ENGINE.front_end is None:
         state = process.current()
         ENGINE.front_end = state.sees("api_server")  # its ring was there before it sent anything
@@ -518,15 +641,15 @@ def scheduled(token: int, output: Any, scheduler: Any) -> None:
         ENGINE.scheduled(scheduler, output, token)
 
 
-def update_starts(scheduler: Any, output: Any) -> int:
+def update_starts(scheduler: Any, output: Any, runner_output: Any) -> int:
     if ENGINE is not None:
         ENGINE.updating = True
     return now()
 
 
-def updated(token: int, result: Any, scheduler: Any, output: Any) -> None:
+def updated(token: int, result: Any, scheduler: Any, output: Any, runner_output: Any) -> None:
     if ENGINE is not None:
-        ENGINE.updated(output, result, token)
+        ENGINE.updated(output, runner_output, result, token)
 
 
 def preemption_starts(scheduler: Any, request: Any) -> tuple[int, int]:

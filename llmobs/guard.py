@@ -20,14 +20,16 @@ class Guard:
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
+        self.total = 0
         self._said: set[str] = set()
         self.on_failure: Callable[[str], None] | None = None
 
     def failed(self, probe: str) -> None:
         """Count one failure; must be called from an `except` block. The first of each probe is said
         with its traceback, at debug level all are."""
-        self.failures[probe] = self.failures.get(probe, 0) + 1
         try:
+            self.total += 1
+            self.failures[probe] = self.failures.get(probe, 0) + 1
             if probe not in self._said:
                 self._said.add(probe)
                 log.warning(
@@ -68,7 +70,7 @@ def wrap(
 
     `after(token, result, instance, *wanted)` sees what `before(instance, *wanted)` returned (None
     without it) and the wanted parameters, bound by name whichever way they were passed; it is not
-    called when `original` raised.
+    called when `before` or `original` raised.
     """
     failed = GUARD.failed
     pick = _picker(positions(original, parameters), parameters)
@@ -81,6 +83,7 @@ def wrap(
             if before is not None:
                 token = before(args[0], *wanted)
         except Exception:
+            wanted = None  # without its token `after` could only do harm
             failed(probe)
         result = original(*args, **kwargs)
         if wanted is not None:
@@ -100,6 +103,12 @@ def _picker(places: tuple[int, ...], names: tuple[str, ...]) -> Callable[..., tu
     if len(places) == 1:
         place, name = places[0], names[0]
         return lambda args, kwargs: (args[place] if place < len(args) else kwargs.get(name),)
+    if len(places) == 2:  # once a step: a loop takes twice as long
+        (one, other), (first, second) = places, names
+        return lambda args, kwargs: (
+            args[one] if one < len(args) else kwargs.get(first),
+            args[other] if other < len(args) else kwargs.get(second),
+        )
     pairs = tuple(zip(places, names, strict=True))
     return lambda args, kwargs: tuple(
         args[place] if place < len(args) else kwargs.get(name) for place, name in pairs

@@ -1,18 +1,17 @@
 """The table of probes, and the one loop that applies and undoes it."""
 
 import functools
-import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import wrapt
 
 from llmobs import engine, frontend, process, worker
 from llmobs.guard import GUARD, Observer, wrap
-
-log = logging.getLogger("llmobs")
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class Probe:
 
     `targets` are candidates as `module:Class.method`, newest vLLM first; the first that exists is
     wrapped. `parameters` are handed to the observers, bound by name. `role` says in which process
-    a missing probe is missed; an `optional` one only where its module was imported at all.
+    a probe belongs: until it is attached there it shows as 0, an `optional` one only where this
+    vLLM has no place for it.
     `transform` replaces the result (only an async generator needs it).
     """
 
@@ -122,7 +122,7 @@ PROBES = (
         "update",
         "engine_core",
         (f"{_SCHEDULER}.update_from_output",),
-        ("scheduler_output",),
+        ("scheduler_output", "model_runner_output"),
         before=engine.update_starts,
         after=engine.updated,
     ),
@@ -164,6 +164,7 @@ PROBES = (
         "api_server",
         (
             "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers",
+            "vllm.entrypoints.generate.base.serving:GenerateBaseServing._get_trace_headers",
             "vllm.entrypoints.openai.engine.serving:OpenAIServing._get_trace_headers",
             "vllm.entrypoints.openai.serving_engine:OpenAIServing._get_trace_headers",
         ),
@@ -178,6 +179,8 @@ NUMBERS = {name: number for number, name in enumerate((*(p.name for p in PROBES)
 
 _applied: list[tuple[Any, str, Any, Any]] = []
 """Owner, attribute, what it was, what we put there: undone from the end."""
+_ruled_out: dict[str, dict[str, str]] = {}
+"""By probe: the targets that this vLLM does not have, and why."""
 _hooked = False
 
 
@@ -210,8 +213,30 @@ def _vllm_imported(module: Any) -> None:
             for target in probe.targets:
                 name = target.partition(":")[0]
                 wrapt.register_post_import_hook(functools.partial(_apply, probe, target), name)
+                if not _exists(name, getattr(module, "__path__", None)):
+                    _rule_out(probe, target, "there is no such module")
     except Exception:
         GUARD.failed("attach")
+
+
+def _exists(name: str, vllm: Iterable[str] | None) -> bool:
+    """Whether a module is there to be imported; only of vLLM's own can that be told without
+    importing anything."""
+    top, *parents, _ = name.split(".")
+    if top != "vllm" or vllm is None or name in sys.modules:
+        return True
+    folders = [str(Path(folder, *parents)) for folder in vllm]
+    return PathFinder.find_spec(name, folders) is not None
+
+
+def _rule_out(probe: Probe, target: str, why: str) -> None:
+    """One candidate is not there; without any other one the probe is off."""
+    reasons = _ruled_out.setdefault(probe.name, {})
+    reasons[target] = why
+    if len(reasons) == len(probe.targets):
+        told = ", ".join(f"{target} ({reasons[target]})" for target in probe.targets)
+        said = f"llmobs: probe {probe.name} is off, this vLLM has no {told}"
+        process.current().miss(probe.name, said, at_once=probe.before is frontend.starts)
 
 
 def _apply_loaded(probe: Probe) -> None:
@@ -227,25 +252,29 @@ def _apply(probe: Probe, target: str, module: Any) -> None:
     if not _hooked or state.probes.get(probe.name):
         return
     try:
-        *path, attribute = target.partition(":")[2].split(".")
-        owner = module
-        for name in path:
-            owner = getattr(owner, name)
-        original = owner.__dict__[attribute]
-        replacement = _wrapped(probe, original)
-        setattr(owner, attribute, replacement)
-        _applied.append((owner, attribute, original, replacement))
-        state.probes[probe.name] = 1
-        state.write_info()
-    except (AttributeError, LookupError) as error:
-        state.probes[probe.name] = 0
-        if len(probe.targets) == 1:
-            log.warning(
-                "llmobs: probe %s is off, this vLLM has no %s as llmobs knows it (%s)",
-                *(probe.name, target, error),
-            )
+        try:
+            _put_on(probe, target, module)
+        except (AttributeError, LookupError) as error:
+            _rule_out(probe, target, str(error))
+        else:
+            state.probes[probe.name] = 1
+            state.write_info()
     except Exception:
+        state.probes.setdefault(probe.name, 0)
         GUARD.failed(probe.name)
+
+
+def _put_on(probe: Probe, target: str, owner: Any) -> None:
+    """Raises AttributeError or LookupError where the target is not as the table says."""
+    *path, attribute = target.partition(":")[2].split(".")
+    for name in path:
+        owner = getattr(owner, name)
+    if attribute not in vars(owner):
+        raise LookupError(f"{'.'.join(path)} does not define {attribute}")
+    original = vars(owner)[attribute]
+    replacement = _wrapped(probe, original)
+    setattr(owner, attribute, replacement)
+    _applied.append((owner, attribute, original, replacement))
 
 
 def _wrapped(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,10 +308,12 @@ def detach() -> None:
     """Undo every probe that is still ours."""
     global _hooked
     _hooked = False
+    _ruled_out.clear()
     while _applied:
         owner, attribute, original, replacement = _applied.pop()
         if owner.__dict__.get(attribute) is replacement:
             setattr(owner, attribute, original)
     state = process.current()
     state.probes = dict.fromkeys(state.probes, 0)
+    state.missing = {}
     state.write_info()

@@ -1,5 +1,6 @@
 """What the probes of one process share: the ring, the model names, the agent."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -22,6 +23,8 @@ log = logging.getLogger("llmobs")
 
 AGENT_LOCK = "agent.lock"
 AGENT_STATE = "agent.json"
+MISSING = "missing-"
+"""Followed by the server and the probe: an empty file, by which the agent knows it too."""
 WATCH_SECONDS = 1.0
 STARTS_UNSAID = 2
 SPAWN_GRACE_SECONDS = 10.0
@@ -41,8 +44,10 @@ class Process:
         self.models: list[str] = []
         self.roles: list[str] = []
         self.probes: dict[str, int] = {}
-        self.extra: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
+        """What to say of the probes that this vLLM has no place for."""
+        self.extra: dict[str, Any] = {}
+        self.lacking: dict[str, str] = {}
         """Features that this process knows to be unavailable, with the reason."""
         self.vllm_traces = False
         """Whether vLLM's own tracing is on."""
@@ -54,7 +59,7 @@ class Process:
     def open(self, role: str, model: str, **extra: Any) -> None:
         """Give the process a role: api_server, engine_core or worker. The first opens the ring.
 
-        `extra` goes into the header: the engine's index, the worker's rank, vLLM's version.
+        `extra` goes into the header: the engine's index, the worker's rank.
         """
         with self._lock:
             if self._gave_up:
@@ -83,6 +88,8 @@ class Process:
                 return
             for probe, failures in GUARD.failures.items():
                 self._count_failure(probe, failures)
+            for probe in self.missing:
+                self._say_missing(probe)
             if self.settings.agent is None:
                 watch = threading.Thread(
                     target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
@@ -104,13 +111,15 @@ class Process:
     def _info(self) -> dict[str, Any]:
         return {
             "llmobs": __version__,
+            # Whatever it says (a nightly's name, `dev`) or does not: nothing is decided by it.
+            "vllm": str(getattr(sys.modules.get("vllm"), "__version__", None) or "unknown"),
             "server": Path(os.environ.get(SERVER_RUN, "")).name,
             "resource": self.settings.resource,
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
             "probe_numbers": self.probe_numbers,
-            "missing": self.missing,
+            "lacking": self.lacking,
             **self.extra,
         }
 
@@ -119,10 +128,37 @@ class Process:
         if self.ring is not None:
             self.ring.write_info(self._info())
 
+    def miss(self, probe: str, said: str, at_once: bool) -> None:
+        """This vLLM has no place for a probe. It is said once this is known to be a server, unless
+        nothing may come after that tells so."""
+        self.probes[probe] = 0
+        self.missing[probe] = said
+        self.write_info()
+        if at_once:
+            with contextlib.suppress(OSError):
+                self._run_folder()
+        if at_once or (SERVER_RUN in os.environ and self._notes().is_dir()):
+            self._say_missing(probe)
+
+    def _notes(self) -> Path:
+        """Where the server's processes leave notes for each other and the agent."""
+        return self.settings.agent or Path(os.environ[SERVER_RUN])
+
+    def _say_missing(self, probe: str) -> None:
+        """Log it, in the first process of the server that gets to it."""
+        server = Path(os.environ[SERVER_RUN]).name
+        try:
+            (self._notes() / f"{MISSING}{server}-{probe}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # better said twice than not at all
+        log.warning("%s", self.missing[probe])
+
     def lacks(self, reason: str, *features: str) -> None:
         """Say, here and on the page, that something cannot be told of this server."""
-        if features[0] not in self.missing:
-            self.missing |= dict.fromkeys(features, reason)
+        if features[0] not in self.lacking:
+            self.lacking |= dict.fromkeys(features, reason)
             log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
             self.write_info()
 
@@ -159,6 +195,12 @@ class Process:
         number = self.probe_numbers.get(probe)
         if self.ring is not None and number is not None:
             self.ring.cells[schema.GUARD_CELL + number] += failures
+
+
+def missing_probes(folder: Path) -> list[tuple[str, str]]:
+    """The probes that have no place, each with its server."""
+    notes = (path.name.removeprefix(MISSING).rpartition("-") for path in folder.glob(f"{MISSING}*"))
+    return [(server, probe) for server, _, probe in notes]
 
 
 def is_first() -> bool:
@@ -225,10 +267,14 @@ def _watch(process: Process, folder: Path) -> None:
     stamp = folder / "agent.started"
     starts = 0  # since an agent was last seen to run
     while process is current() and process.ring is not None:
-        speaker = process.roles[0] == "api_server" or "front_end" in process.missing
+        speaker = process.roles[0] == "api_server" or "front_end" in process.lacking
         try:
-            if not folder.exists():
-                log.warning("llmobs: off in this process, its run folder %s was removed", folder)
+            if not process.ring.path.exists():
+                log.warning(
+                    "llmobs: its file in the run folder %s was removed; an agent that runs "
+                    "reads on, but none is started again from this process",
+                    folder,
+                )
                 return
             if agent_runs(folder):
                 starts = 0
@@ -256,7 +302,7 @@ def _say(folder: Path, said: list[str]) -> list[str]:
     """Log what the agent has to tell the person who reads the server's log, if it is new."""
     try:
         notices = list(json.loads((folder / AGENT_STATE).read_text())["notices"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return said
     before = len(said) if notices[: len(said)] == said else 0  # another agent begins anew
     for notice in notices[before:]:
@@ -285,6 +331,7 @@ def _forked() -> None:
     if _current is not None:
         parent, _current = _current, Process(_current.settings)
         _current.probes = dict(parent.probes)
+        _current.missing = dict(parent.missing)
         _current.probe_numbers = parent.probe_numbers
 
 

@@ -1,5 +1,6 @@
 """Ring files: appended to by one process without ever waiting, tailed by the agent."""
 
+import errno
 import itertools
 import json
 import mmap
@@ -18,10 +19,16 @@ from llmobs import schema
 SUFFIX = ".ring"
 MOST_RECORDS = 1 << 62
 """No process writes as many: a number beyond it is damage."""
+MOST_SLOTS = (1 << 30) // schema.SLOT_SIZE
+"""What the largest ring that can be asked for holds. A file may say more without having a block of
+it, and to look through that would take the reader's memory."""
 
 
 class RingError(Exception):
-    """A file is no ring, or no longer one."""
+    """A file is no ring, or no longer one. `passing`: the reader had no memory or no descriptor
+    left to find out; it may be one yet."""
+
+    passing = False
 
 
 def start_ticks(pid: int) -> int | None:
@@ -151,6 +158,14 @@ class Batch:
         return list(zip(*(self.records[name].tolist() for name in names), strict=True))
 
 
+def _refusal(path: Path, error: Exception) -> RingError:
+    refusal = RingError(f"{path}: {getattr(error, 'strerror', None) or error}")
+    refusal.passing = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    )
+    return refusal
+
+
 class Reader:
     """Tails a ring file; every record is read whole, or counted as lost."""
 
@@ -161,15 +176,16 @@ class Reader:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._descriptor = os.open(path, flags)
         except OSError as error:
-            raise RingError(f"{path}: {error.strerror}") from error
+            raise _refusal(path, error) from error
         try:
             self._open()
-        except (ValueError, OSError, struct.error) as error:
+        except (ValueError, OSError, MemoryError, struct.error) as error:
             os.close(self._descriptor)
-            raise RingError(f"{path}: {error}") from error
+            raise _refusal(path, error) from error
         self.position = 1
         self._torn_at = 0
-        self._process = process_id(self.pid, self.ticks)
+        self._info: dict[str, Any] = {}
+        self._info_text = b""
 
     def _open(self) -> None:
         status = os.fstat(self._descriptor)
@@ -186,12 +202,15 @@ class Reader:
         if version != schema.VERSION or slot_size != schema.SLOT_SIZE:
             raise ValueError(f"a ring of version {version}, this llmobs reads {schema.VERSION}")
         self._size = schema.SLOTS_OFFSET + self.capacity * slot_size
-        if self.capacity < 1 or self._size != status.st_size:
+        if not 1 <= self.capacity <= MOST_SLOTS or self._size != status.st_size:
             raise ValueError("its length is not what its header says")
         self._slots = np.ndarray(
             (self.capacity,), schema.SLOT, buffer=self._map, offset=schema.SLOTS_OFFSET
         )
         self._heads, self._tails = self._slots["head"], self._slots["tail"]
+        self._process = process_id(
+            self.pid, self.ticks
+        )  # lists /proc, for which it may lack a file
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""
@@ -204,11 +223,15 @@ class Reader:
         (length,) = schema.INFO_LENGTH.unpack_from(self._map, schema.INFO_LENGTH_OFFSET)
         if not 0 < length <= schema.TOTALS_OFFSET - schema.INFO_OFFSET:
             return {}
-        try:
-            info = json.loads(self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + length])
-        except ValueError:
-            return {}
-        return info if isinstance(info, dict) else {}
+        text = self._map[schema.INFO_OFFSET : schema.INFO_OFFSET + length]
+        if text != self._info_text:  # it is looked at often, and changes seldom
+            try:
+                info = json.loads(text)
+            except ValueError:
+                return {}
+            self._info = info if isinstance(info, dict) else {}
+            self._info_text = text
+        return self._info
 
     def totals(self) -> "memoryview[int]":
         """A copy of the cumulative totals as of now. Raises RingError if the file was cut short."""
@@ -222,14 +245,21 @@ class Reader:
             raise RingError(f"{self.path}: cut short")
 
     def newest(self) -> int:
-        """The number of the newest whole record, 0 if there is none. Raises RingError if it cannot
-        be true."""
+        """The number of the newest whole record, 0 if there is none."""
         whole = np.where(self._heads == self._tails, self._heads, np.uint64(0))
         slot = int(whole.argmax())
         number = int(whole[slot])
-        if number and (number % self.capacity != slot or number >= MOST_RECORDS):
-            raise RingError(f"{self.path}: damaged, record {number} stands in slot {slot}")
-        return number
+        if number % self.capacity == slot and number < self.position + self.capacity:
+            return number
+        # Damage, or much was written since the last look. A true number stands in its own slot and
+        # is at most a lap away from the others.
+        laps, places = np.divmod(whole, np.uint64(self.capacity))
+        likely = (places == np.arange(self.capacity)) & (whole > 0) & (whole < MOST_RECORDS)
+        if not likely.any():
+            return 0
+        usual = int(np.sort(laps[likely])[likely.sum() // 2])
+        likely &= (laps >= max(usual - 1, 0)) & (laps <= usual + 1)
+        return int(whole[likely].max())
 
     def _whole(self, count: int) -> tuple[int, int]:
         """How many records from `position` on are whole, within one contiguous stretch, and the
@@ -246,9 +276,12 @@ class Reader:
         self._check_size()
         lost = 0
         while True:
-            count, first = self._whole(min(64, most))
-            if count == 64 and most > 64:
-                count, first = self._whole(most)
+            # Mostly few are new, and to look at a slot costs a miss of the cache.
+            wanted = min(64, most)
+            count, first = self._whole(wanted)
+            while count == wanted < most:
+                wanted = min(8 * wanted, most)
+                count, first = self._whole(wanted)
             if count == 0:
                 skipped = self._skip(first)
                 lost += skipped
@@ -272,6 +305,9 @@ class Reader:
     def _skip(self, slot: int) -> int:
         """Step over what cannot be read any more; 0 if it is only not written yet."""
         head = int(self._heads[slot])
+        following = self._heads[slot : slot + 64]
+        if len(following) == 64 and int(following.max()) < self.position:
+            return 0  # whatever is newer than a torn one stands close behind it
         newest = self.newest()
         if newest <= self.position:
             return 0
@@ -282,12 +318,17 @@ class Reader:
             self.position = target
             return skipped
         # Newer ones are there but this one is not whole: a thread between two lines of `put`, or a
-        # process killed there. Look once more at the next read before giving it up.
-        if self._torn_at == self.position:
-            self.position += 1
-            return 1
-        self._torn_at = self.position
-        return 0
+        # process killed there. Look once more at the next read before giving it up, and then all
+        # the torn ones behind it too: they may be many, where a file was damaged.
+        if self._torn_at != self.position:
+            self._torn_at = self.position
+            return 0
+        stretch = slice(slot, slot + min(newest - self.position, self.capacity - slot))
+        expected = np.arange(self.position, self.position + stretch.stop - slot, dtype=np.uint64)
+        whole = (self._heads[stretch] == expected) & (self._tails[stretch] == expected)
+        skipped = int(whole.argmax()) if whole.any() else len(expected)  # 0: whole just now
+        self.position += skipped
+        return skipped
 
     def close(self) -> None:
         """Unmap. Safe to call twice."""

@@ -111,6 +111,9 @@ class Kind(IntEnum):
     preempted: what a reader needs after a gap."""
     SNAPSHOT_ENTRY = 24
     """x: SequenceState; y: cell; key, prompt tokens, Flag."""
+    MORE = 25
+    """A list of pairs (cell, tokens), x numbers: what the decoding sequences of a cell together
+    yielded in the step that follows, beyond one each. Those with Flag.CUT are in TOKENS instead."""
 
     # worker
     FORWARD = 32

@@ -132,9 +132,24 @@ def resource_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v.encode("utf-8", "replace").decode() for k, v in attributes.items()}
 
 
-def _path(text: str) -> Path:
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
     """Absolute: the agent is to find it wherever it runs."""
-    return Path(text).expanduser().absolute()
+    value = environ.get(name, "").strip()
+    if not value:
+        return None
+    try:
+        return Path(value).expanduser().absolute()
+    except (RuntimeError, OSError):  # ~nobody-by-that-name; no current folder
+        _warn(name, value, "a folder that can be found", "the default")
+        return None
+
+
+def _metrics_exporters(environ: Mapping[str, str]) -> set[str]:
+    name = "OTEL_METRICS_EXPORTER"
+    names = _names(environ, name)
+    if not names & {"", "prometheus", "otlp", "none"}:
+        _warn(name, environ[name], "prometheus, otlp or none", "prometheus")
+    return names
 
 
 def _names(environ: Mapping[str, str], name: str) -> set[str]:
@@ -152,13 +167,12 @@ def default_run_base() -> Path:
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read all settings; a bad value warns, names the variable and falls back."""
-    run_base = environ.get("LLMOBS_RUN_DIR", "").strip()
-    agent = environ.get("LLMOBS_AGENT", "").strip()
+    exporters = _metrics_exporters(environ)
     return Settings(
         enabled=_switch(environ, "LLMOBS_ENABLED", True)
         and environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
         and not _names(environ, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS") & {"llmobs", "*"},
-        run_base=_path(run_base) if run_base else default_run_base(),
+        run_base=_path(environ, "LLMOBS_RUN_DIR") or default_run_base(),
         ring_bytes=_number(
             environ,
             "LLMOBS_RING_BYTES",
@@ -166,7 +180,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             "a number of bytes from 4096 to 1073741824",
             lambda n: 4096 <= n <= 1024 * MIB,
         ),
-        agent=_path(agent) if agent else None,
+        agent=_path(environ, "LLMOBS_AGENT"),
         host=environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "").strip() or "localhost",
         port=_number(
             environ,
@@ -175,9 +189,9 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             "a port number from 1 to 65535",
             lambda n: 1 <= n <= 65535,
         ),
-        page=_names(environ, "OTEL_METRICS_EXPORTER") != {"none"},
+        page=exporters != {"none"},
         trace_share=_trace_share(environ),
         traces_exporter=_traces_exporter(environ),
-        metrics_otlp="otlp" in _names(environ, "OTEL_METRICS_EXPORTER"),
+        metrics_otlp="otlp" in exporters,
         resource=resource_attributes(environ),
     )

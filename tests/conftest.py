@@ -19,6 +19,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_current", None)
     monkeypatch.setattr(GUARD, "failures", {})
+    monkeypatch.setattr(GUARD, "total", 0)
     monkeypatch.setattr(GUARD, "_said", set())
     monkeypatch.setattr(GUARD, "on_failure", None)
     yield

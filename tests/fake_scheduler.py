@@ -58,6 +58,8 @@ class Scheduler:
         self.clock = clock
         self.ahead = ahead
         self.drafts = drafts
+        self.drafted = self.accepted = 0
+        self.order: Callable[[str], Any] = hash
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -178,9 +180,11 @@ class Scheduler:
         started = self.clock()
         came_out: list[tuple[Request, int]] = []
         outputs = []
+        sampled_ids: dict[str, list[int]] = {key: [] for key in output.num_scheduled_tokens}
         for name, tokens in output.num_scheduled_tokens.items():
             known = self.requests.get(name)
             if known is None:
+                sampled_ids[name] = [7]  # computed all the same
                 continue
             known.in_flight -= tokens
             stale = known.stale > 0
@@ -195,6 +199,10 @@ class Scheduler:
                 outputs.append(SimpleNamespace(request_id=name, new_token_ids=[]))
                 continue
             count = sampled(known, 1 + drafts)
+            sampled_ids[name] = [7] * count  # of one that stops, more than it keeps
+            if drafts and count:
+                self.drafted += drafts
+                self.accepted += count - 1
             rolled_back = (1 + drafts - count) if not stale else 0
             known.num_computed_tokens -= rolled_back
             if self.ahead and not stale:
@@ -219,5 +227,8 @@ class Scheduler:
         }
         tick()
         output.update = started
-        self.engine.updated(output, result, started)
+        # The runner's order is its own; requests that ended meanwhile are still in it.
+        names = sorted(sampled_ids, key=self.order)
+        runner = SimpleNamespace(req_ids=names, sampled_token_ids=[sampled_ids[n] for n in names])
+        self.engine.updated(output, runner, result, started)
         return came_out

@@ -82,7 +82,7 @@ def test_requests_of_an_observed_front_end(base: Path, caplog: pytest.LogCapture
     folder = started()
     front_end(folder, folder.name)
     assert joined("one", "cut") == CUT
-    assert Reader(current().ring.path).info()["missing"] == {}
+    assert Reader(current().ring.path).info()["lacking"] == {}
     assert not caplog.records
 
 
@@ -93,10 +93,10 @@ def test_requests_of_a_foreign_front_end(
     folder = started()
     if other != "nobody":
         front_end(folder, "1-2")  # in a folder that several servers share
-    assert current().missing == {}, "nothing has come yet, so nothing is known"
+    assert current().lacking == {}, "nothing has come yet, so nothing is known"
     # Nobody but the engine core will count their tokens.
     assert [joined("one", "cut"), joined("two", "plain")] == [0, 0]
-    assert Reader(current().ring.path).info()["missing"] == FOREIGN
+    assert Reader(current().ring.path).info()["lacking"] == FOREIGN
     (said,) = caplog.records
     assert "front end that llmobs does not see" in said.getMessage()
 
@@ -106,7 +106,7 @@ def test_an_engine_in_the_front_ends_own_process(base: Path) -> None:
     current().open("api_server", MODEL)
     engine.starts(None, config())
     assert joined("one", "cut") == CUT
-    assert current().missing == {}
+    assert current().lacking == {}
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_the_rust_front_end_is_known_before_its_first_request(
     envs = SimpleNamespace(VLLM_USE_RUST_FRONTEND=asked == "1")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=envs))
     started(rank=rank)
-    assert current().missing == missing
+    assert current().lacking == missing
 
 
 def test_workers_in_rays_actors(base: Path) -> None:
     started(executor="ray")
-    assert current().missing == {"worker": "ray"}
+    assert current().lacking == {"worker": "ray"}
 
 
 def samples(run: Run) -> dict[tuple[str, str, str], float]:
@@ -140,8 +140,8 @@ def samples(run: Run) -> dict[tuple[str, str, str], float]:
 
 
 def test_the_page_says_why(tmp_path: Path) -> None:
-    new_ring(tmp_path, FRONT | {"missing": {"http_edge": "grpc"}})
-    new_ring(tmp_path, ENGINE | {"missing": {"worker": "ray"}})
+    new_ring(tmp_path, FRONT | {"lacking": {"http_edge": "grpc"}})
+    new_ring(tmp_path, ENGINE | {"lacking": {"worker": "ray"}})
     assert samples(Run(tmp_path)) == {
         (MODEL, "front_end", ""): 1,
         (MODEL, "http_edge", "grpc"): 0,
@@ -150,7 +150,7 @@ def test_the_page_says_why(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_for_requests_that_nobody_announces(tmp_path: Path) -> None:
-    ring = new_ring(tmp_path, ENGINE | {"missing": {"front_end": "foreign_frontend"}}, 1 << 15)
+    ring = new_ring(tmp_path, ENGINE | {"lacking": {"front_end": "foreign_frontend"}}, 1 << 15)
     run = Run(tmp_path)
     run.poll()
     for number in range(1, 10_000):

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Server:
         monkeypatch.setattr(process, "_watch", lambda *_: None)
         monkeypatch.setattr(frontend, "LIVE", {})
         monkeypatch.setattr(frontend, "_FAMILIES", {})
+        monkeypatch.setattr(frontend, "_swept", 0)
         self.time = 10**12
         monkeypatch.setattr(frontend, "now", self.now)
         process.mark_server()
@@ -159,6 +161,82 @@ def test_a_streamed_answer(server: Server) -> None:
     assert GUARD.failures == {}
     assert EDGE.get() is None
     assert frontend.LIVE == {}
+
+
+def test_between_the_first_token_and_the_last_no_line_of_ours_runs_for_a_chunk(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    observe = frontend.Edge._observe
+
+    def counting(edge: Any, message: dict[str, Any]) -> Any:
+        seen.append(message.get("body"))
+        return observe(edge, message)
+
+    monkeypatch.setattr(frontend.Edge, "_observe", counting)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        states = [server.admit(server.request("a")), server.admit(server.request("b"))]
+        await send(start(headers=STREAM))
+        await send(body(b"greeting", True))
+        for state in states:
+            server.yields(state)
+        await send(body(b"first", True))
+        await send(body(b"second", True))
+        server.finish(states[0], 0)
+        await send(body(b"third", True))
+        server.finish(states[1], 1)
+        await send(body(b"usage", True))
+        await send(body(b"done"))
+
+    server.post(app)
+    assert seen == [None, b"greeting", b"first", b"usage", b"done"]
+    assert [m.get("body") for m in server.sent[1:]] == [
+        *(b"greeting", b"first", b"second", b"third", b"usage", b"done")
+    ]
+    assert server.total("ended", 0, LENGTH) == 1
+    assert GUARD.failures == {}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "error", "outcome"),
+    [
+        (False, None, STOP),
+        (True, None, ABORT),
+        (True, asyncio.CancelledError(), ABORT),
+        (False, OSError("gone"), ABORT),
+        (False, RuntimeError("the app"), ERROR),
+    ],
+)
+def test_how_a_response_ended_whose_last_chunk_was_not_seen(
+    server: Server, leaves: bool, error: BaseException | None, outcome: int
+) -> None:
+    """Its sequences end only afterwards, so its chunks went straight to the server."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        state = server.admit(server.request())
+        await send(start(headers=STREAM))
+        server.yields(state)
+        await send(body(b"one", True))
+        if leaves:
+            await receive()
+        await send(body(b"two"))
+        asyncio.get_running_loop().call_soon(server.finish, state, 0)
+        if error is not None:
+            raise error
+
+    async def disconnect() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    server.receive = disconnect  # type: ignore[method-assign]
+    if error is None:
+        server.post(app)
+    else:
+        with pytest.raises(type(error)):
+            server.post(app)
+    assert server.total("ended", 0, outcome) == 1
+    assert sum(server.total("ended", 0, other) for other in range(5)) == 1
+    assert GUARD.failures == {}
 
 
 @pytest.mark.parametrize(
@@ -404,6 +482,50 @@ def test_the_wrapped_app_is_the_app(server: Server) -> None:
     assert config.loaded_app is once
 
 
+@pytest.mark.parametrize("missing", ["finish", "abort"])
+def test_where_no_end_of_a_sequence_is_seen_none_is_kept(server: Server, missing: str) -> None:
+    server.state.miss(missing, "gone", at_once=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        frontend.processed(None, server.request(), None)
+        server.admit(server.request())
+        await send(start())
+        await send(body())
+
+    server.post(app)
+    assert frontend.LIVE == {}
+    assert [record[0] for record in server.records()] == [ARRIVE, END]
+    assert server.total("received", 0) == server.total("ended", 0, STOP) == 1
+    assert GUARD.failures == {}
+
+
+# What vLLM says of itself
+
+
+NIGHTLY = "0.21.0rc1.dev12+gabc.d20260401.cu129"
+VERSIONS = [
+    *[(said, said) for said in ("0.33.0", NIGHTLY, "dev", "unknown")],
+    *[(None, "unknown"), ("", "unknown"), ((0, 33), "(0, 33)"), (..., "unknown")],
+]
+
+
+@pytest.mark.parametrize(("said", "shown"), VERSIONS)
+def test_any_version_of_vllm_is_taken(
+    server: Server, monkeypatch: pytest.MonkeyPatch, said: Any, shown: str
+) -> None:
+    vllm = ModuleType("vllm")
+    if said is not ...:
+        vllm.__version__ = said  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="deepseek-v4"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint="http://collector"),
+    )
+    frontend.starts(None, config)
+    assert server.reader.info()["vllm"] == shown
+    assert server.state.vllm_traces
+
+
 # Trace context
 
 LOWER = set(b"0123456789abcdef")
@@ -454,3 +576,28 @@ def test_the_trace_context_is_kept(server: Server) -> None:
         0xA3CE929D0E0E4736,
         0x80F067AA0BA902B7,
     ]
+
+
+def test_what_a_failed_probe_left_open_is_ended_with_the_next_request(server: Server) -> None:
+    """Else it would stay for ever, and what vLLM knew of it too."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        state = server.admit(server.request("r1"))
+        server.yields(state, 3)
+        await send(start())
+        await send(body())
+
+    server.post(app)
+    working = server.admit(server.request("r2"))
+    del server.processor.request_states["r1"]  # vLLM ended it; our probe `finish` failed
+    assert [r[0] for r in server.records()] == [ARRIVE, ADMIT, FIRST, ADMIT]
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        GUARD.failed("finish")
+    server.admit(server.request("r3"))
+    assert [r[0] for r in server.records()] == [SEQUENCE_END, END, ADMIT]
+    assert server.total("ended", 0, STOP) == 1
+    assert set(frontend.LIVE) == {"r2", "r3"}
+    server.finish(working, 0)
+    assert set(frontend.LIVE) == {"r3"}

@@ -3,14 +3,16 @@
 import importlib
 import os
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmobs import frontend, plugin, probes, process
+from llmobs import engine, frontend, plugin, probes, process
 from llmobs.guard import GUARD
 from llmobs.probes import PROBES, attach, detach
+from llmobs.ring import Reader
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 BEAMS = (
@@ -58,7 +60,16 @@ def attached() -> dict[str, int]:
     return process.current().probes
 
 
-def test_wraps_what_is_there(modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where run folders go. No agent is started."""
+    monkeypatch.setenv("LLMOBS_RUN_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("LLMOBS_RING_BYTES", "8192")
+    monkeypatch.setattr(process, "_watch", lambda *_: None)
+    return tmp_path / "runs"
+
+
+def test_wraps_what_is_there(modules: dict[str, Any]) -> None:
     scheduler = modules[SCHEDULER].Scheduler
     before = dict(vars(scheduler))
     attach()
@@ -73,11 +84,217 @@ def test_wraps_what_is_there(modules: dict[str, Any], caplog: pytest.LogCaptureF
     assert vars(scheduler)["_preempt_request"] is before["_preempt_request"]
     # What was not imported at all is not attached, but known.
     assert (found["process_inputs"], found["forward"]) == (0, 0)
-    said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 2
-    assert "probe preempt is off, this vLLM has no" in said[0]
-    assert "probe leave is off, this vLLM has no" in said[1]
     assert GUARD.failures == {}
+
+
+# What a vLLM does not have
+
+
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(served_model_name="deepseek-v4"),
+    parallel_config=SimpleNamespace(data_parallel_index=0, distributed_executor_backend="mp"),
+    speculative_config=None,
+)
+
+
+def test_a_forked_child_knows_what_its_parent_found_missing(
+    runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.mark_server()
+    process.current().miss("leave", "leave is gone", at_once=False)
+    process._forked()  # what a fork's child does first
+    process.current().open("engine_core", "deepseek-v4")
+    assert noted(runs) == {"leave"}
+    assert [record.getMessage() for record in caplog.records] == ["leave is gone"]
+
+
+@pytest.mark.parametrize("missing", ["join", "schedule", "update", "leave", "preempt", None])
+def test_what_would_only_grow_is_not_kept(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
+    monkeypatch.setattr(engine, "ENGINE", None)
+    process.mark_server()
+    if missing is not None:
+        process.current().miss(missing, "gone", at_once=False)
+    engine.starts(None, CONFIG)
+    assert header()["roles"] == ["engine_core"]
+    assert (engine.ENGINE is not None) == (missing in ("preempt", None))
+
+
+def header() -> dict[str, Any]:
+    ring = process.current().ring
+    assert ring is not None
+    return Reader(ring.path).info()
+
+
+def noted(runs: Path) -> set[str]:
+    (folder,) = [folder for folder in runs.iterdir() if folder.is_dir()]
+    found = process.missing_probes(folder)
+    assert {server for server, _ in found} <= {folder.name}
+    return {probe for _, probe in found}
+
+
+def test_a_missing_target_or_parameter_is_said_once_per_server(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attach()
+    assert not caplog.records, "this process may be no server at all"
+    process.current().open("engine_core", "deepseek-v4")
+    said = [record.getMessage().replace("modules.<locals>.", "") for record in caplog.records]
+    assert said == [
+        "llmobs: probe preempt is off, this vLLM has no vllm.v1.core.sched.scheduler:"
+        "Scheduler._preempt_request (Scheduler._preempt_request has no parameter request)",
+        "llmobs: probe leave is off, this vLLM has no vllm.v1.core.sched.scheduler:"
+        "Scheduler._free_request (Scheduler does not define _free_request)",
+    ]
+    assert noted(runs) == {"leave", "preempt"}
+    found = header()["probes"]
+    assert (found["join"], found["preempt"], found["leave"]) == (1, 0, 0)
+
+    # The second door, and then another process of the same server.
+    attach()
+    detach()
+    monkeypatch.setattr(process, "_current", None)
+    attach()
+    process.current().open("worker", "deepseek-v4")
+    assert noted(runs) == {"leave", "preempt"}
+    assert len(caplog.records) == 2
+
+
+def test_a_probe_is_missed_once_its_last_candidate_is(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del modules[BEAMS[1]].OpenAIServing
+    attach()
+    process.current().open("api_server", "deepseek-v4")
+    # Two of three have been looked at; where the third one is, it may still come.
+    assert "beam_search" not in header()["probes"]
+    caplog.clear()
+    oldest = ModuleType("vllm.entrypoints.openai.serving_engine")
+    monkeypatch.setitem(sys.modules, oldest.__name__, oldest)
+    attach()
+    assert header()["probes"]["beam_search"] == 0
+    (record,) = [r for r in caplog.records if "beam_search" in r.getMessage()]
+    for module in (*BEAMS, oldest.__name__):
+        assert f"{module}:" in record.getMessage()
+
+
+def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
+    runs: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = tmp_path / "vllm"
+    for name in ("v1/engine/async_llm", "v1/core/sched/scheduler/__init__"):
+        file = (package / name).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        file.write_text("raise RuntimeError('imported')")
+    vllm = ModuleType("vllm")
+    vllm.__path__ = [str(package)]
+    for name in [name for name in sys.modules if name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    attach()
+    process.current().open("api_server", "deepseek-v4")
+    gone = {
+        *("sync_engine", "process_inputs", "admit", "finish", "abort", "engine_dead"),
+        *("beam_search", "worker", "forward", "sample", "trace_headers"),
+    }
+    assert noted(runs) == gone
+    assert {header()["probes"][probe] for probe in gone} == {0}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(gone)
+    assert (
+        "llmobs: probe process_inputs is off, this vLLM has no vllm.v1.engine.input_processor:"
+        "InputProcessor.process_inputs (there is no such module)"
+    ) in said
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_process_without_a_ring_says_it_where_its_server_has_a_folder(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    """An engine core without the probe that would make it one, started by an API server."""
+    modules[SCHEDULER].Scheduler.__init__ = lambda self, **_: None
+    if shared:
+        monkeypatch.setenv("LLMOBS_AGENT", str(runs / "shared"))
+    process.mark_server()
+    server = Path(os.environ["_LLMOBS_SERVER_RUN"])
+    folder = runs / "shared" if shared else server
+    folder.mkdir(parents=True)
+    attach()
+    assert set(process.missing_probes(folder)) == {
+        (server.name, probe) for probe in ("scheduler", "preempt", "leave")
+    }
+    assert len(caplog.records) == 3
+    assert process.current().ring is None
+
+
+def test_where_nothing_may_make_it_a_front_end_it_is_said_at_once(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = ModuleType("vllm.v1.engine.async_llm")
+    llm.AsyncLLM = type("AsyncLLM", (), {"add_request": len})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, llm.__name__, llm)
+    monkeypatch.delitem(sys.modules, SCHEDULER)
+    attach()
+    assert noted(runs) == {"async_engine"}
+    (record,) = caplog.records
+    assert "probe async_engine is off" in record.getMessage()
+    # Where there can be no folder it is said as well.
+    detach()
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setenv("LLMOBS_RUN_DIR", "/dev/null/runs")
+    monkeypatch.setenv("_LLMOBS_SERVER_RUN", "/dev/null/runs/1-1")
+    attach()
+    assert "probe async_engine is off" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 2
+    assert GUARD.failures == {}
+
+
+def test_nothing_of_this_reaches_the_import(
+    modules: dict[str, Any], runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("ours")
+
+    process.mark_server()
+    process.current().open("engine_core", "deepseek-v4")
+    with monkeypatch.context() as patch:
+        patch.setattr(process.Process, "write_info", broken)
+        attach()
+    # Found or missing, each failed to be told.
+    assert {"join", "schedule", "leave", "preempt"} <= set(GUARD.failures)
+    assert object.__new__(modules[SCHEDULER].Scheduler).schedule() == "scheduled"
+
+
+def test_where_the_run_folder_takes_no_more_files_it_is_said_all_the_same(
+    modules: dict[str, Any],
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", full)
+    attach()
+    process.current().open("engine_core", "deepseek-v4")
+    assert len(caplog.records) == 2
 
 
 def test_the_first_candidate_that_exists_is_wrapped(modules: dict[str, Any]) -> None:

@@ -265,7 +265,13 @@ def test_what_the_agent_says_is_logged_once(
     state, _ = watched
     assert state.ring is not None
     file = state.ring.path.parent / "agent.json"
-    for content in ("{", '["notices"]', '{"other": 1}', '{"notices": ["metrics on :9464"]}'):
+    for content in (
+        "{",
+        "[" * 100_000,
+        '["notices"]',
+        '{"other": 1}',
+        '{"notices": ["metrics on :9464"]}',
+    ):
         file.write_text(content)
         time.sleep(0.1)
     until(lambda: caplog.records)
@@ -287,7 +293,8 @@ def test_a_run_folder_that_is_removed(
     shutil.rmtree(state.ring.path.parent)
     until(lambda: caplog.records)
     time.sleep(0.2)
-    assert f"its run folder {state.ring.path.parent} was removed" in only_warning(caplog)
+    folder = state.ring.path.parent
+    assert f"its file in the run folder {folder} was removed" in only_warning(caplog)
     state.ring.put(1, 2, 3)
     state.write_info()
     assert GUARD.failures == {}

@@ -1,8 +1,10 @@
 """Each record is read once, whole and in order, or it is counted as lost."""
 
 import contextlib
+import errno
 import itertools
 import os
+import signal
 import struct
 import tempfile
 import threading
@@ -344,6 +346,23 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
     assert "not a regular file of this user" in output
 
 
+def test_a_reader_that_cannot_look_at_the_processes_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Writer(tmp_path / "a.ring", 16, ENGINE)
+
+    def no_file_left(pid: int, ticks: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("llmobs.ring.process_id", no_file_left)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RingError, match="Too many open files") as caught:
+        Reader(tmp_path / "a.ring")
+    assert caught.value.passing
+    del caught
+    assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.ring"
     ring = Writer(path, 4096, ENGINE)
@@ -447,3 +466,20 @@ def test_the_helper_names_rings_as_the_server_does(tmp_path: Path) -> None:
     new_ring(tmp_path, ENGINE)
     (ring,) = tmp_path.iterdir()
     assert ring.name.startswith(f"engine_core-{os.getpid()}-")
+
+
+def test_a_file_cut_short_under_its_writer_ends_the_writer(tmp_path: Path) -> None:
+    """The one thing that the server does not survive (docs/architecture.md says so): only its own
+    user can do it, who could kill it as well."""
+    code = (
+        "import os, sys; from pathlib import Path; from llmobs.ring import Writer\n"
+        "ring = Writer(Path(sys.argv[1]) / 'a.ring', 1000, {})\n"
+        "ring.put(1, 2)\n"
+        "os.truncate(ring.path, 4096)\n"
+        "ring.put(1, 2)"
+    )
+    process = python(code, tmp_path)
+    process.communicate()
+    assert process.returncode == -signal.SIGBUS
+    ring = Writer(tmp_path / "b.ring", 16, {})
+    assert ring.path.stat().st_mode & 0o777 == 0o600

@@ -51,6 +51,7 @@ def test_vocabularies() -> None:
         "LEAVE": 22,
         "SNAPSHOT": 23,
         "SNAPSHOT_ENTRY": 24,
+        "MORE": 25,
         "FORWARD": 32,
         "SAMPLE": 33,
     }

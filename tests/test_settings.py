@@ -69,6 +69,11 @@ BAD = [
         ("OTEL_EXPORTER_PROMETHEUS_PORT", v, "port", 9464, "a port number from 1 to 65535")
         for v in ("0", "65536", "http", "-9464", "94 64")
     ],
+    *[
+        ("OTEL_METRICS_EXPORTER", v, "page", True, "prometheus, otlp or none")
+        for v in ("console", "nonsense", "None of them")
+    ],
+    ("LLMOBS_AGENT", "~nobody-by-that-name/x", "agent", None, "a folder that can be found"),
 ]
 
 
@@ -89,6 +94,12 @@ def test_a_bad_value(
     for part in (name, value, accepted):
         assert part in message
     assert "\n" not in message
+
+
+def test_a_run_folder_that_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
+    settings = read_settings({"LLMOBS_RUN_DIR": "~nobody-by-that-name/x"})
+    assert settings.run_base == read_settings({}).run_base
+    assert "LLMOBS_RUN_DIR='~nobody-by-that-name/x' is not a folder" in caplog.text
 
 
 def test_settings_are_frozen() -> None:

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     # Imported late: detaching must not wait for numpy.
     from llmobs.agent.watch import watch
 
-    return watch(options.folder, options.stay)
+    return watch(options.folder, lock, options.stay)
 
 
 if __name__ == "__main__":

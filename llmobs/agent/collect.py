@@ -20,6 +20,7 @@ from llmobs.agent.run import Run, Source
 from llmobs.features import FEATURES
 from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
+from llmobs.process import missing_probes
 
 Samples = dict[tuple[str, ...], float]
 
@@ -168,6 +169,12 @@ def _attached(run: Run) -> Samples:
             if role in source.roles:
                 key = (source.models[0], role, probe)
                 samples[key] = min(samples.get(key, 1), attached)
+    # Without the probe that gives it its role a process has no ring: its note tells.
+    missing = missing_probes(run.folder)
+    for source in run.sources.values():
+        for server, probe in missing:
+            if source.alive and server == source.info.get("server") and probe in ROLES:
+                samples[source.models[0], ROLES[probe], probe] = 0
     return samples
 
 
@@ -175,18 +182,18 @@ def _features(run: Run) -> Samples:
     samples: Samples = {}
     alive = [source for source in run.sources.values() if source.alive and source.models]
     for model in {source.models[0] for source in alive}:
-        missing: dict[str, str] = {}
+        lacking: dict[str, str] = {}
         for source in alive:
             if source.models[0] == model:
-                missing |= source.info.get("missing", {})
+                lacking |= source.info.get("lacking", {})
         for feature in FEATURES:
-            reason = missing.get(feature.name, "")
+            reason = lacking.get(feature.name, "")
             samples[model, feature.name, reason] = float(not reason)
     return samples
 
 
 def _build(run: Run) -> Samples:
-    versions = [s.info["vllm"] for s in run.sources.values() if "vllm" in s.info]
+    versions = [str(s.info["vllm"]) for s in run.sources.values() if "vllm" in s.info]
     return {(_served(run), __version__, versions[0] if versions else ""): 1}
 
 

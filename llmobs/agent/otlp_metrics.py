@@ -100,6 +100,13 @@ class OtlpMetrics:
         scope = ScopeMetrics(InstrumentationScope("llmobs", __version__), metrics, "")
         return MetricsData([ResourceMetrics(resource, [scope], "")])
 
+    def _now(self) -> int:
+        """The time of a point. The wall clock may have been set back: no point ends before it
+        began."""
+        now = time.time_ns()
+        self.began = min(self.began, now)
+        return now
+
     def _resource(self) -> dict[str, str]:
         for resource in self.run.requests.resources.values():
             if resource:
@@ -119,7 +126,7 @@ class OtlpMetrics:
                 [(dict(zip(names, v, strict=True)), c) for v, c in children.items()],
             )
         samples = RunCollector(self.run).samples(table)
-        now = time.time_ns()
+        now = self._now()
         points = [
             NumberDataPoint(dict(zip(names, values, strict=True)), self.began, now, value)
             for values, value in samples.items()
@@ -133,7 +140,7 @@ class OtlpMetrics:
     def _histogram(
         self, name: str, unit: str, text: str, children: Sequence[tuple[dict[str, str], Kept]]
     ) -> Metric:
-        now = time.time_ns()
+        now = self._now()
         points = [
             HistogramDataPoint(
                 attributes=labels,

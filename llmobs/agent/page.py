@@ -33,6 +33,19 @@ class _Server(ThreadingHTTPServer, WSGIServer):
     allow_reuse_address = True
     request_queue_size = 64
 
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptor is left: the connection still waits, and to try again at once would take
+            # a whole core until there is one.
+            time.sleep(0.1)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The default writes a traceback of each client that left early, into a log without end.
+        log.debug("a request to the page failed", exc_info=True)
+
 
 class _Handler(WSGIRequestHandler):
     timeout = 10
@@ -98,6 +111,15 @@ def _application(run: Run, registry: CollectorRegistry) -> Callable[..., Iterabl
     return application
 
 
+def _serve(server: _Server) -> None:
+    while True:
+        try:
+            server.serve_forever()
+        except Exception:  # no memory just now, for example
+            log.warning("the page failed, and goes on", exc_info=True)
+            time.sleep(1)
+
+
 def serve(run: Run, registry: CollectorRegistry, host: str, port: int) -> tuple[str, int]:
     """Serve on the port, or on the next free one (0: any); returns the address.
 
@@ -116,6 +138,6 @@ def serve(run: Run, registry: CollectorRegistry, host: str, port: int) -> tuple[
                 raise
             continue
         server.set_app(_application(run, registry))
-        threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
+        threading.Thread(target=_serve, args=[server], name="page", daemon=True).start()
         return str(address[0]), int(server.server_address[1])
     raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + PORTS_TRIED - 1}")

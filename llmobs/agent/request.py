@@ -76,27 +76,6 @@ class Request:
     """An exemplar leads to its trace, which must be kept then."""
 
 
-class Finished(NamedTuple):
-    """What is kept of a request that ended; no text. Times in seconds."""
-
-    ended: float
-    """Unix time."""
-    model: str
-    context_bucket: str
-    outcome: str
-    status: int
-    prompt_tokens: int
-    output_tokens: int
-    seconds: float
-    first_token: float | None
-    longest_gap: float | None
-    preemptions: int
-    phases: tuple[float, ...]
-    """In the order of PHASES, they sum to `seconds`; the first only if it was never admitted."""
-    first_token_phases: tuple[float, ...]
-    """The same until the first token, they sum to `first_token`; empty if there was none."""
-
-
 def first_token(request: Request) -> int:
     """When the first token was there: the first chunk handed to the server, engine time where there
     is no stream; 0 if there was none."""
@@ -126,18 +105,23 @@ def segments_of(request: Request) -> list[Segment]:
     phase only. All sequences of a beam search are one: what began with the first ended with the
     last. Stretches of no length are left out.
     """
-    arrival, end = request.arrival, request.end
     if not request.admissions:
-        return [Segment("preprocess", arrival, end)]
+        return [Segment("preprocess", request.arrival, request.end)]
+    return _cut(*_marks_of(request))
+
+
+def _marks_of(request: Request) -> tuple[list[int], list[Preemption]]:
+    """The moments between which the phases of an admitted request lie, and what was lost."""
+    arrival, end = request.arrival, request.end
     chosen = chosen_sequence(request)
     if chosen is None:
         added = min(max(min(a.time for a in request.admissions.values()), arrival), end)
-        return _cut([arrival, added, end, end, end, end], [])
+        return [arrival, added, end, end, end, end], []
     opening, start, sequence = chosen
     whole = request.outcome in (Outcome.STOP, Outcome.LENGTH)
     last = (sequence.last or sequence.left) if whole else end
     marks = [arrival, opening.time, start.started or end, start.first or last, last, end]
-    return _cut(marks, sequence.preemptions)
+    return marks, sequence.preemptions
 
 
 def chosen_sequence(request: Request) -> tuple[Admission, Sequence, Sequence] | None:
@@ -155,9 +139,9 @@ def chosen_sequence(request: Request) -> tuple[Admission, Sequence, Sequence] | 
 
 def phases_of(request: Request) -> tuple[int, ...]:
     """Nanoseconds in each of PHASES; the first alone if it was never admitted."""
-    segments = segments_of(request)
-    sums = tuple(sum(s.end - s.start for s in segments if s.phase == phase) for phase in PHASES)
-    return sums if request.admissions else sums[:1]
+    if not request.admissions:
+        return (request.end - request.arrival,)
+    return _sums(*_marks_of(request))
 
 
 def first_token_phases_of(request: Request, first: int) -> tuple[int, ...]:
@@ -167,7 +151,15 @@ def first_token_phases_of(request: Request, first: int) -> tuple[int, ...]:
         return ()
     opening, sequence = min(known, key=lambda pair: pair[1].first)
     marks = [request.arrival, opening.time, sequence.started, sequence.first, sequence.first, first]
-    segments = _cut(marks, sequence.preemptions)
+    return _sums(marks, sequence.preemptions)
+
+
+def _sums(marks: list[int], losses: list[Preemption]) -> tuple[int, ...]:
+    """The time in each of PHASES."""
+    if not losses:  # most requests: no segments need be cut
+        arrival, admitted, started, first, last, end = _in_order(marks)
+        return admitted - arrival, started - admitted, first - started, 0, last - first, end - last
+    segments = _cut(marks, losses)
     return tuple(sum(s.end - s.start for s in segments if s.phase == phase) for phase in PHASES)
 
 
@@ -175,13 +167,22 @@ def _known(request: Request) -> list[tuple[Admission, Sequence]]:
     return [(a, a.sequence) for a in request.admissions.values() if a.sequence is not None]
 
 
-def _cut(marks: list[int], losses: list[Preemption]) -> list[Segment]:
-    """From the six moments between which the phases lie. Moments out of order, as an abort leaves
-    them, are clamped; what was lost to preemption is cut out of prefill and decode."""
+def _in_order(marks: list[int]) -> list[int]:
+    """Moments out of order, as an abort leaves them, are clamped."""
+    if marks == sorted(marks):
+        return marks
     end = max(marks[-1], marks[0])
     moments = [marks[0]]
     for moment in marks[1:]:
         moments.append(min(max(moment, moments[-1]), end))
+    return moments
+
+
+def _cut(marks: list[int], losses: list[Preemption]) -> list[Segment]:
+    """From the six moments between which the phases lie; what was lost to preemption is cut out of
+    prefill and decode."""
+    moments = _in_order(marks)
+    end = moments[-1]
     segments: list[Segment] = []
     names = ("preprocess", "queue", "prefill", "decode", "deliver")
     for name, (start, stop) in zip(names, pairwise(moments), strict=True):

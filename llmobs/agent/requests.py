@@ -2,14 +2,13 @@
 
 import random
 import time
-from collections import deque
 from itertools import pairwise
 from typing import Any
 
 from llmobs import schema
+from llmobs.agent.finished import Finished, FinishedRequests
 from llmobs.agent.request import (
     Admission,
-    Finished,
     Request,
     TraceContext,
     first_token,
@@ -29,6 +28,7 @@ PATIENCE_NS = 5_000_000_000
 """How long the end of a request waits for the engine's last word on it."""
 ORPHANS_NS = 60_000_000_000
 """How long a sequence that no front end spoke of is kept after its end."""
+ORPHANS_KEPT = 5000
 
 U64 = 0xFFFFFFFFFFFFFFFF
 
@@ -47,12 +47,13 @@ class RequestView:
         self.by_key: dict[int, tuple[int, int]] = {}
         self.orphans: dict[int, tuple[EngineView, Sequence]] = {}
         self.ending: dict[tuple[int, int], Request] = {}
-        self.finished: deque[Finished] = deque(maxlen=REQUESTS_KEPT)
+        self.finished = FinishedRequests(REQUESTS_KEPT)
         self.incomplete = 0
         self.ends_seen: dict[int, int] = {}
         self.judged: dict[tuple[int, int, int], int] = {}
         """By front end, model and bucket: the ends that were seen, or are known to be lost."""
         self._engines_lost_until = 0
+        self._children: dict[tuple[str, str], tuple[Histogram, list[Histogram]]] = {}
         self._handlers = {
             Kind.ARRIVE: self._arrive,
             Kind.ADMIT: self._admit,
@@ -121,7 +122,7 @@ class RequestView:
                 self.store.add("llmobs_slo_requests_total", *labels, amount=requests)
 
     def _arrive(self, identity: tuple[int, int], x: int, y: int, columns: Any, time_: int) -> None:
-        request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[4])
+        request = self.requests[identity] = Request(time_, x, wall_at=time_, wall=columns[3])
         high, low, span = columns[:3]
         if y & 256:
             sampled = bool(y & 1)
@@ -200,6 +201,7 @@ class RequestView:
         bucket, tokens, arrival, streamed, model = columns[:5]
         if not 0 <= bucket <= schema.BUCKETS:
             raise ValueError(f"no context bucket has the number {bucket}")
+        outcome = Outcome(x)
         self.ends_seen[identity[0]] = self.ends_seen.get(identity[0], 0) + 1
         judged = identity[0], model, bucket
         self.judged[judged] = self.judged.get(judged, 0) + 1
@@ -208,7 +210,7 @@ class RequestView:
             self.incomplete += 1
             self._exclude(self.model(identity[0], model), bucket)
             return
-        request.arrival, request.end, request.outcome = arrival, time_, Outcome(x)
+        request.arrival, request.end, request.outcome = arrival, time_, outcome
         request.status, request.bucket, request.tokens = y, bucket, tokens
         request.streamed, request.model = bool(streamed), model
         request.wall_at = request.wall_at or arrival
@@ -235,11 +237,19 @@ class RequestView:
     def tidy(self, now: int, engines_alive: bool) -> None:
         """Give up waiting for what will not come any more."""
         for identity, request in list(self.ending.items()):
-            if now - request.end > PATIENCE_NS or not engines_alive:
+            if (
+                now - request.end > PATIENCE_NS
+                or not engines_alive
+                or self._spans_a_gap(request)  # it will not be told whole, whatever comes
+            ):
                 self._finish(identity, request)
-        for key, (_, sequence) in list(self.orphans.items()):
-            if now - max(sequence.joined, sequence.left) > ORPHANS_NS:
+        for key, (engine, sequence) in list(self.orphans.items()):
+            too_many = len(self.orphans) > ORPHANS_KEPT
+            if too_many:  # its front end may yet speak of it: to that request this is a gap
+                self.engine_gap(max(self._engines_lost_until, sequence.joined))
+            if too_many or now - max(sequence.joined, sequence.left) > ORPHANS_NS:
                 del self.orphans[key]
+                engine.forget(sequence)
 
     def drop(self, ring: int) -> None:
         """A front end is dead and read to its end: what is open there has no end."""
@@ -247,8 +257,10 @@ class RequestView:
             self._forget(identity, self.requests[identity])
 
     def _forget(self, identity: tuple[int, int], request: Request) -> None:
-        for key in request.admissions:
+        for key, admission in request.admissions.items():
             self.by_key.pop(key, None)
+            if admission.engine is not None and admission.sequence is not None:
+                admission.engine.forget(admission.sequence)
         self.requests.pop(identity, None)
         self.ending.pop(identity, None)
 
@@ -307,24 +319,17 @@ class RequestView:
         model = self.model(identity[0], request.model)
         bucket = BUCKET_NAMES[request.bucket] if request.bucket < schema.BUCKETS else UNKNOWN
         sequences = [a.sequence for a in request.admissions.values() if a.sequence is not None]
-        unseen = [a for a in request.admissions.values() if a.sequence is None]
-        if (
-            not request.complete
-            or not all(s.complete for s in sequences)
-            or any(a.time <= self._engines_lost_until for a in unseen)
-        ):
+        if self._spans_a_gap(request):
             self.incomplete += 1
             self._exclude(model, request.bucket)
             return
         self._cut(request)
         seconds = (request.end - request.arrival) / SECOND
-        self.store.histogram("llmobs_request_seconds", model, bucket).observe(seconds)
-        phases = phases_of(request)
-        if bucket != UNKNOWN:
-            for phase, value in zip(PHASES, phases, strict=False):
-                self.store.histogram("llmobs_request_phase_seconds", model, phase, bucket).observe(
-                    value / SECOND
-                )
+        whole, parts = self._durations(model, bucket)
+        whole.observe(seconds)
+        phases = [value / SECOND for value in phases_of(request)]
+        for child, value in zip(parts, phases, strict=False):
+            child.observe(value)
         prompt = sum(a.prompt for a in request.admissions.values())
         if request.admissions:
             self.store.histogram("output_tokens", model).observe(request.tokens)
@@ -362,12 +367,36 @@ class RequestView:
                 first_token=ttft,
                 longest_gap=gap,
                 preemptions=preemptions,
-                phases=tuple(value / SECOND for value in phases),
+                phases=tuple(phases),
                 first_token_phases=tuple(
-                    value / SECOND for value in first_token_phases_of(request, first)
+                    [value / SECOND for value in first_token_phases_of(request, first)]
                 ),
             )
         )
+
+    def _spans_a_gap(self, request: Request) -> bool:
+        """Whether records about it are missing."""
+        return not request.complete or any(
+            not a.sequence.complete
+            if a.sequence is not None
+            else a.time <= self._engines_lost_until
+            for a in request.admissions.values()
+        )
+
+    def _durations(self, model: str, bucket: str) -> tuple[Histogram, list[Histogram]]:
+        """Where the times of such requests go: the whole, and, if the length is known, each of
+        PHASES."""
+        children = self._children.get((model, bucket))
+        if children is None:
+            phases = PHASES if bucket != UNKNOWN else ()
+            children = self._children[model, bucket] = (
+                self.store.histogram("llmobs_request_seconds", model, bucket),
+                [
+                    self.store.histogram("llmobs_request_phase_seconds", model, phase, bucket)
+                    for phase in phases
+                ],
+            )
+        return children
 
     def _keep(self, ring: int, request: Request, model: str, preemptions: int) -> None:
         """Offer the request to the traces, with the reasons to keep it, if there are any."""

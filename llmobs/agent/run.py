@@ -20,8 +20,25 @@ log = logging.getLogger("llmobs.agent")
 
 LOOKS = 50
 """So often a ring may have no description: it is missing for a moment while it is rewritten."""
+BATCH = 2048
+"""Records at a time: as Python's objects they take six times their place in the ring."""
 PROCESS_ROLES = ("api_server", "engine_core", "worker")
 FRONT_KINDS = frozenset({k for k in Kind if k < Kind.JOIN})
+
+
+class FairLock:
+    """A lock that is had in turn. A plain one the thread that polls takes back before who waits for
+    it has woken up: with two cores and much to read a page waited for 23 s."""
+
+    def __init__(self) -> None:
+        self._next, self._held = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._held.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.release()
 
 
 class Source:
@@ -36,6 +53,9 @@ class Source:
         self.alive = True
         """Whether its process runs and its records can be read."""
         self.drained = False
+        self.damaged = False
+        self.gapped = False
+        """Whether any of its records were lost."""
         self.cells = memoryview(bytes(8 * schema.CELLS)).cast("q")
         """The cumulative totals as of the last look."""
         self.engine: EngineView | None = None
@@ -66,6 +86,10 @@ class Source:
     def finish(self) -> None:
         """Nothing more will be read: keep the totals, let the file go."""
         self.alive = False
+        log.info(
+            "ring %s ended, %d records read, %d lost",
+            *(self.reader.path.name, self.records, self.lost),
+        )
         self.reader.close()
         self.drained = True
 
@@ -75,13 +99,14 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lock = threading.Lock()
+        self.lock = FairLock()
         self.store = Store()
         self.requests = RequestView(self.store)
         self.engines: dict[tuple[str, str], EngineView] = {}
         """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
         self.refused: dict[str, str] = {}
+        self._refusals: set[str] = set()
         self.restarts = 0
         self._prepared: set[tuple[str, str]] = set()
 
@@ -116,8 +141,11 @@ class Run:
             try:
                 reader = Reader(self.folder / name)
             except RingError as error:
-                self.refused[name] = str(error)
-                log.warning("ring refused: %s", error)
+                if name not in self._refusals or not error.passing:
+                    log.warning("ring refused: %s", error)
+                self._refusals.add(name)
+                if not error.passing:
+                    self.refused[name] = str(error)
                 continue
             source = Source(len(self.sources) + 1, reader)
             self.sources[name] = source
@@ -149,7 +177,7 @@ class Run:
                 self.requests.default_engine = min(name for _, name in self.engines)
                 self.requests.several_engines = len(self.engines) > 1
             source.engine = engine
-            engine.front_end = "front_end" not in info.get("missing", {})
+            engine.front_end = "front_end" not in info.get("lacking", {})
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
         for model in models:
@@ -168,10 +196,13 @@ class Run:
         self.store.add(waits, model, engine, HAND_OVER, amount=0)
 
     def _read(self, source: Source) -> int:
-        alive = source.reader.alive()  # before reading: what a dead process wrote is all there
         before = source.records
+        alive = True
         try:
             self._tail(source)
+            if source.records == before and not source.reader.alive():
+                alive = False
+                self._tail(source)  # once more: now what the dead process wrote is all there
         except Exception as error:
             # A ring is only bytes: whatever they say, it must not cost us the other rings.
             log.warning(
@@ -195,15 +226,21 @@ class Run:
                 raise RingError(f"{source.reader.path}: its process is not described")
             return
         source.cells = source.reader.totals()
-        while True:
-            batch = source.reader.read()
+        # One round of the ring, from where it can still be read: what stood there when we came is
+        # then read or lost. One that is written faster than we read must not keep us from others.
+        reader, lost_before = source.reader, source.lost
+        end = reader.position + reader.capacity
+        while reader.position < end:
+            batch = reader.read(BATCH)
             if batch.lost:
+                if source.lost == lost_before:
+                    end = reader.position + reader.capacity
                 self._gap(source, batch.lost)
             if not len(batch.records):
                 break
             source.records += len(batch.records)
             self._feed(source, batch.rows())
-        if source.lost and "api_server" in source.roles:
+        if source.gapped and "api_server" in source.roles:
             ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
             self.requests.missed_ends(source.number, ended)
             for (model, bucket), count in source.ended().items():
@@ -211,6 +248,7 @@ class Run:
 
     def _gap(self, source: Source, lost: int) -> None:
         source.lost += lost
+        source.gapped = True
         if source.engine is not None and "engine_core" in source.roles:
             source.engine.gap()
             self.requests.engine_gap(time.monotonic_ns())
@@ -221,11 +259,20 @@ class Run:
 
     def _feed(self, source: Source, records: list[tuple[Any, ...]]) -> None:
         engine, number = source.engine, source.number
-        for record in records:
-            if record[1] in FRONT_KINDS:
-                self.requests.feed(number, record)
-            elif engine is not None:
-                engine.feed(record)
+        for place, record in enumerate(records):
+            try:
+                if record[1] in FRONT_KINDS:
+                    self.requests.feed(number, record)
+                elif engine is not None:
+                    engine.feed(record)
+            except Exception as error:
+                # Whole by its number, nonsense by its content: what it stands among is no better.
+                # The totals are not made of records and still count.
+                if not source.damaged:
+                    log.warning("ring damaged: %s: %r", source.reader.path, error)
+                source.damaged = True
+                self._gap(source, len(records) - place)
+                break
         self._describe(source)
 
     def skip_to_newest(self) -> None:
@@ -262,7 +309,7 @@ class Run:
 def described(info: dict[str, Any]) -> bool:
     """Whether a header says what the rest relies on."""
     roles, models, probes = info.get("roles"), info.get("models"), info.get("probes", {})
-    missing = info.get("missing", {})
+    lacking = info.get("lacking", {})
     return (
         isinstance(roles, list)
         and bool(roles)
@@ -272,6 +319,6 @@ def described(info: dict[str, Any]) -> bool:
         and all(isinstance(model, str) for model in models)
         and isinstance(probes, dict)
         and all(type(attached) is int for attached in probes.values())
-        and isinstance(missing, dict)
-        and all(isinstance(reason, str) for reason in missing.values())
+        and isinstance(lacking, dict)
+        and all(isinstance(reason, str) for reason in lacking.values())
     )

@@ -165,10 +165,13 @@ class _Tree:
         waits: Counter[str] = Counter({"hand_over": self.start.joined - segment.start})
         if self.engine is not None:
             since = self.start.joined
-            for step in self.engine.steps_between(since, segment.end):
+            steps = self.engine.steps_between(since, segment.end)
+            if len(steps):
                 # What a step left waiting it left for its own reason until the next began.
-                waits[Wait(int(step["wait"])).name.lower()] += int(step["end"]) - since
-                since = int(step["end"])
+                lengths = np.diff(steps["end"], prepend=since)
+                for reason in np.unique(steps["wait"]).tolist():
+                    waits[Wait(reason).name.lower()] += int(lengths[steps["wait"] == reason].sum())
+                since = int(steps["end"][-1])
             waits["engine_busy"] += segment.end - since
         return max(waits, key=lambda reason: waits[reason])
 

@@ -1,5 +1,6 @@
 """What the agent tells the others: where its page is, and what a person should read in the log."""
 
+import contextlib
 import json
 import logging
 import os
@@ -15,9 +16,15 @@ log = logging.getLogger("llmobs.agent")
 
 def write_json(path: Path, content: object) -> None:
     """Replace a file as a whole: its readers never see half of it."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as partial:
-        json.dump(content, partial)
-    os.replace(partial.name, path)
+    descriptor, partial = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:
+            json.dump(content, file)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 class State:
@@ -27,14 +34,27 @@ class State:
         self.path = folder / "agent.json"
         self.content: dict[str, Any] = {"pid": os.getpid(), "notices": []}
         self._lock = threading.Lock()
+        self._unwritten = False
 
     def update(self, **fields: Any) -> None:
         with self._lock:
             self.content |= fields
-            try:
-                write_json(self.path, self.content)
-            except OSError as error:
+            self._write()
+
+    def retry(self) -> None:
+        """Write what could not be written before: there may be space again."""
+        with self._lock:
+            if self._unwritten:
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            write_json(self.path, self.content)
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
                 log.warning("%s: %s", self.path, error)
+            self._unwritten = True
 
     def say(self, notice: str) -> None:
         """One line for the server's log."""

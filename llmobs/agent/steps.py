@@ -114,15 +114,17 @@ class EngineView:
         """Whether some front end will speak of the sequences."""
         self.sequences: dict[int, Sequence] = {}
         self.log: npt.NDArray[np.void] = np.zeros(STEPS_KEPT, STEP_COLUMNS)
+        self._ends: npt.NDArray[np.int64] = self.log["end"]
         self.steps = 0
         self.longest = 0
-        """The longest prompt among those that run; `changed` says that it must be looked up."""
-        self.changed = False
+        """The longest prompt among those that run; `longest_left` says to look for the next."""
+        self.longest_left = False
         self.last_end = 0
         self.level: dict[int, int] = {}
         self.behind: dict[int, int] = {}
         self.pairs: list[int] = []
         self.skips: list[int] = []
+        self.more: list[int] = []
         self.recomputing: dict[int, list[Sequence]] = {}
         self.resync = False
         self.snapshot: set[int] | None = None
@@ -137,6 +139,7 @@ class EngineView:
             Kind.PREEMPT: self._preempt,
             Kind.TOKENS: self._tokens,
             Kind.SKIP: self._skip,
+            Kind.MORE: self._more,
             Kind.STEP: self._step,
             Kind.LEAVE: self._leave,
             Kind.SNAPSHOT: self._snapshot,
@@ -197,9 +200,16 @@ class EngineView:
         self.behind.clear()
         self.pairs.clear()
         self.skips.clear()
+        self.more.clear()
         self.recomputing.clear()
         self.unmatched.clear()
         self.forwards.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its request is over. Where records were lost its end may be among them, and of those that
+        wait no snapshot speaks."""
+        if not sequence.complete and sequence.state is WAITING:
+            self.sequences.pop(sequence.number, None)
 
     def _join(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = Sequence(z, columns[0], y, columns[1], x, True, joined=time)
@@ -217,7 +227,7 @@ class EngineView:
         sequence = self.sequences.get(z) or self._unknown(z, key, y)
         if len(sequence.chunks) < EVENTS_KEPT:
             sequence.chunks.append((time, tokens, before))
-        self.changed = True
+        self.longest = max(self.longest, sequence.prompt)
         if x == Entry.RESUMED and sequence.preemptions:
             sequence.preemptions[-1].resumed = time
         if sequence.state is WAITING:
@@ -245,7 +255,7 @@ class EngineView:
             for others in self.recomputing.values():
                 if sequence in others:
                     others.remove(sequence)
-        self.changed = True
+        self._stop_running(sequence)
         loss = Preemption(time, lost_tokens=columns[0], usage=columns[3])
         sequence.preemptions.append(loss)
         sequence.to_recompute = owed + columns[0]
@@ -257,14 +267,17 @@ class EngineView:
     def _skip(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         self.skips += _numbers(columns)[:x]
 
+    def _more(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.more += _numbers(columns)[:x]
+
     def _step(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         start, scheduled, update, count, tokens, _, waiting = columns[:7]
         index = self.steps
         self.steps += 1
-        if self.changed:
+        if self.longest_left:
             running = (s.prompt for s in self.sequences.values() if s.state in (PREFILL, DECODE))
             self.longest = max(running, default=0)
-            self.changed = False
+            self.longest_left = False
         self.log[index % STEPS_KEPT] = (
             *(start, scheduled, update, time, 0, 0, 0, 0),
             *(count, tokens, waiting, self.longest, x, y),
@@ -336,6 +349,10 @@ class EngineView:
                 self.gaps(cell).observe(gap, count)
                 if gap > SLO.buckets[cell % schema.BUCKETS].token_gap:
                     self._slow_gap(cell, gap, seen)
+        more, self.more = self.more, []
+        for cell, tokens in zip(more[::2], more[1::2], strict=True):
+            if tokens:  # at once with the one each that is booked above
+                self.gaps(cell).observe(0.0, tokens)
         for sequence in beginning:
             if sequence.preemptions and not sequence.preemptions[-1].end:
                 sequence.preemptions[-1].end = time
@@ -364,6 +381,10 @@ class EngineView:
         if tokens > 1:
             gaps.observe(0.0, tokens - 1)
 
+    def _stop_running(self, sequence: Sequence) -> None:
+        if sequence.prompt >= self.longest:
+            self.longest_left = True
+
     def _stop_decoding(self, sequence: Sequence) -> None:
         """Close its run: it yielded its last token for now in the last step, or before."""
         if sequence.state is not DECODE:
@@ -378,17 +399,18 @@ class EngineView:
 
     def _leave(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = self.sequences.pop(z, None)
-        self.changed = True
         if sequence is None:
             sequence = Sequence(z, columns[1], 0, 0, 0, False)
+        self._stop_running(sequence)
         if not self.resync:
             self._stop_decoding(sequence)
         sequence.left = time
         if sequence.complete:
             steps = self._token_steps(sequence, 1 << 62)
-            times = self.log["end"][steps % STEPS_KEPT]
+            times = self._ends[steps % STEPS_KEPT]
             if len(times) > 1:
-                sequence.longest_gap = max(sequence.longest_gap, int(np.diff(times).max()))
+                gaps = times[1:] - times[:-1]
+                sequence.longest_gap = max(sequence.longest_gap, int(gaps.max()))
             if sequence.flags & Flag.CUT:
                 counts = [sequence.odd.get(step, 1) for step in steps.tolist()]
                 sequence.emitted = times, np.array(counts, np.int64)
@@ -401,7 +423,7 @@ class EngineView:
             if not sequence.runs or sequence.runs[0][0] >= limit:
                 continue
             steps = self._token_steps(sequence, limit)
-            gaps = np.diff(self.log["end"][steps % STEPS_KEPT])
+            gaps = np.diff(self._ends[steps % STEPS_KEPT])
             if len(gaps):
                 sequence.longest_gap = max(sequence.longest_gap, int(gaps.max()))
             if sequence.complete and sequence.flags & Flag.CUT and len(steps):
@@ -421,6 +443,8 @@ class EngineView:
             np.arange(first, min(last if last >= 0 else newest, newest) + 1)
             for first, last in sequence.runs
         ]
+        if len(parts) == 1 and not sequence.skipped:
+            return parts[0]
         steps = np.concatenate(parts) if parts else np.empty(0, np.int64)
         if sequence.skipped:
             steps = steps[~np.isin(steps, sequence.skipped)]
@@ -482,6 +506,7 @@ class EngineView:
                     self._changed(self, gone)
             self.snapshot = None
             self.resync = False
+            self.longest_left = True
             self.last_end = time
 
     def _snapshot_entry(self, x: int, y: int, z: int, columns: Any, time: int) -> None:

@@ -26,7 +26,10 @@ class Histogram:
     def wants_exemplar(self, value: float) -> bool:
         """Whether the value's bucket has had none for a while."""
         last = self.exemplars.get(bisect_left(self.bounds, value))
-        return last is None or time.time() - float(last.timestamp or 0) >= EXEMPLAR_SECONDS
+        if last is None:
+            return True
+        # The wall clock may have been set back.
+        return abs(time.time() - float(last.timestamp or 0)) >= EXEMPLAR_SECONDS
 
     def set_exemplar(self, value: float, trace: int, span: int) -> None:
         """Let the value's bucket lead to a trace."""

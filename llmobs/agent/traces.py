@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,7 +51,7 @@ class Traces:
     `share` is that of the requests in order that are kept too. `lock` is the run's.
     """
 
-    def __init__(self, share: float, lock: threading.Lock, sink: Sink) -> None:
+    def __init__(self, share: float, lock: AbstractContextManager[object], sink: Sink) -> None:
         self.share = share
         self.lock = lock
         self.sink = sink

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from llmobs.agent.page import serve
 from llmobs.agent.run import Run
 from llmobs.agent.state import State, write_json
 from llmobs.agent.traces import Traces
-from llmobs.process import agent_runs
+from llmobs.process import AGENT_LOCK, agent_runs
 from llmobs.ring import start_ticks
 from llmobs.settings import Settings, read_settings
 
@@ -40,8 +41,8 @@ RUNS_KEPT = 3
 log = logging.getLogger("llmobs.agent")
 
 
-def watch(folder: Path, stay: bool = False) -> int:
-    """Tail the rings and serve the page. The lock is held by the caller."""
+def watch(folder: Path, lock: int, stay: bool = False) -> int:
+    """Tail the rings and serve the page. `lock` is the folder's, held."""
     settings = read_settings()
     stop = threading.Event()
 
@@ -71,12 +72,17 @@ def watch(folder: Path, stay: bool = False) -> int:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     began = time.monotonic()
     gone_since: float | None = None
+    failing = False
     while not stop.is_set():
         try:
             busy = run.poll()
+            failing = False
         except Exception:
-            log.exception("reading failed")
+            if not failing:  # once in a row: the log is in memory, and for ever
+                log.exception("reading failed")
+            failing = True
             busy = 0
+        state.retry()
         now = time.monotonic()
         if stay:
             prune_rings(run)
@@ -86,8 +92,11 @@ def watch(folder: Path, stay: bool = False) -> int:
                 break
         else:
             gone_since = None
-            if not folder.exists() or (not run.sources and now - began > NOBODY_SECONDS):
+            # A folder that was removed is no end: its rings are still written and read.
+            if not run.sources and (not folder.exists() or now - began > NOBODY_SECONDS):
                 break
+        if superseded(lock, folder / AGENT_LOCK):
+            break
         stop.wait(POLL_SECONDS if busy < 4096 else 0.001)
     if metrics is not None:
         metrics.close()
@@ -98,8 +107,16 @@ def watch(folder: Path, stay: bool = False) -> int:
     return 0
 
 
+def superseded(lock: int, path: Path) -> bool:
+    """Whether the lock's file was replaced: another agent may hold the new one."""
+    try:
+        return os.stat(path).st_ino != os.fstat(lock).st_ino
+    except OSError:
+        return False
+
+
 def start_traces(
-    settings: Settings, lock: threading.Lock, say: Callable[[str], None]
+    settings: Settings, lock: AbstractContextManager[object], say: Callable[[str], None]
 ) -> Traces | None:
     """The traces, where the settings want some and the packages are there."""
     if settings.trace_share is None or settings.traces_exporter == "none":

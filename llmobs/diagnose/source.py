@@ -27,7 +27,7 @@ def local_page(settings: Settings) -> str:
     for folder in folders:
         try:
             state = json.loads((folder / "agent.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if "page" in state and agent_runs(folder):
             return str(state["page"])
@@ -67,7 +67,7 @@ def _base(endpoint: str) -> str:
 
 
 def finished_requests(endpoint: str) -> list[dict[str, Any]]:
-    """The requests that ended lately, as the agent tells them (see agent/request.py, Finished)."""
+    """The requests that ended lately, as the agent tells them (see agent/finished.py)."""
     try:
         content = json.loads(_get(_base(endpoint) + "/requests"))
         return [

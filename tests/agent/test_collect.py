@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -270,3 +271,46 @@ def test_any_model_name(tmp_path: Path, name: str) -> None:
 def test_without_any_ring_there_is_a_page_all_the_same(tmp_path: Path) -> None:
     text = generate_latest(registry(Run(tmp_path))).decode()
     assert "llmobs_build_info" in text
+
+
+def samples(run: Run, name: str) -> dict[str, float]:
+    """By the one label that tells them apart."""
+    (label,) = {"llmobs_probe_attached": ["probe"], "llmobs_build_info": ["vllm_version"]}[name]
+    return {
+        sample.labels[label]: sample.value
+        for family in registry(run).collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_a_probe_that_vllm_has_no_place_for_shows_though_its_process_has_no_role(
+    tmp_path: Path,
+) -> None:
+    """Without the probe `scheduler` no process becomes an engine core: the others must tell."""
+    probes = {"admit": 1, "scheduler": 0, "join": 0, "forward": 1}
+    new_ring(tmp_path, {**FRONT, "probes": probes, "server": "12-345"}, 256)
+    for server in ("12-345", "12-346"):  # the latter is another one, with the same agent
+        (tmp_path / f"missing-{server}-{'scheduler' if server == '12-345' else 'admit'}").touch()
+    (tmp_path / "missing-12-345-unheard_of").touch()
+    run = Run(tmp_path)
+    run.poll()
+    assert samples(run, "llmobs_probe_attached") == {"admit": 1, "scheduler": 0}
+    (process,) = {
+        sample.labels["process"]
+        for family in registry(run).collect()
+        for sample in family.samples
+        if sample.name == "llmobs_probe_attached" and sample.labels["probe"] == "scheduler"
+    }
+    assert process == "engine_core"
+
+
+@pytest.mark.parametrize(
+    "version", ["0.21.0rc1.dev12+gabc.d20260401.cu129", "dev", 'a "b" \\ c', "", None, 7]
+)
+def test_any_version_of_vllm_is_shown(tmp_path: Path, version: Any) -> None:
+    new_ring(tmp_path, {**FRONT, "vllm": version}, 256)
+    run = Run(tmp_path)
+    run.poll()
+    assert samples(run, "llmobs_build_info") == {str(version): 1}
+    assert "llmobs_build_info" in generate_latest(registry(run)).decode()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from llmobs.agent.state import State
 from llmobs.agent.watch import prune
 from llmobs.ring import Writer, start_ticks
 from tests.rings import FRONT, SLOTS_AT, python
@@ -278,17 +279,47 @@ def test_damaged_rings_are_no_end_and_no_loop(folder: Path, start: Any) -> None:
 
 
 def test_a_run_folder_that_is_removed(folder: Path, start: Any) -> None:
-    server(start, folder)
+    """The server still lives, and its ring is still mapped: the page goes on, to the server's
+    end."""
+    serving = server(start, folder)
     watching = agent(start, folder)
-    state(folder, watching.pid)
+    address = state(folder, watching.pid)["page"]
     shutil.rmtree(folder)
     time.sleep(1)
-    # The server still lives, and its ring is still mapped.
-    if watching.poll() is None:
-        watching.send_signal(signal.SIGTERM)
-    # It may be on its way out by itself, too far to take a signal any more.
-    assert watching.wait(20) in (0, -signal.SIGTERM)
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        assert value(answer.read().decode(), ENDED) == 3
+    serving.kill()
+    serving.wait()
+    assert watching.wait(20) == 0
     assert "Traceback" not in watching.communicate()[1]
+
+
+def test_a_lock_that_was_replaced_is_anothers(folder: Path, start: Any) -> None:
+    """Of two agents the one whose lock nobody can see any more ends."""
+    server(start, folder)
+    first = agent(start, folder)
+    state(folder, first.pid)
+    (folder / "agent.lock").unlink()
+    second = agent(start, folder)
+    assert first.wait(20) == 0
+    assert value(page(folder, second.pid), ENDED) == 3
+    assert second.poll() is None
+
+
+def test_a_disk_that_has_space_again(folder: Path) -> None:
+    """What could not be written is written then; nothing half is left behind."""
+    folder.rmdir()
+    told = State(folder)
+    told.say("llmobs: metrics on somewhere")
+    told.retry()
+    folder.mkdir()
+    told.retry()
+    assert json.loads((folder / "agent.json").read_text())["notices"] == [
+        "llmobs: metrics on somewhere"
+    ]
+    with pytest.raises(TypeError):
+        told.update(page={1})  # no JSON
+    assert [path.name for path in folder.iterdir()] == ["agent.json"]
 
 
 def test_a_taken_port_is_told(folder: Path, start: Any) -> None:

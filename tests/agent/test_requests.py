@@ -1,7 +1,9 @@
 """Requests put together from what front ends and engines recorded."""
 
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from llmobs import frontend, process
 from llmobs.agent.requests import RequestView
 from llmobs.agent.run import Run
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
-from llmobs.ring import Writer
+from llmobs.ring import Reader, Writer
 from tests.agent.test_steps import EVENTS, QUIET, STARTS, everything_agrees, play
 from tests.agent.world import World
 from tests.rings import ENGINE, FRONT, read_all
@@ -101,6 +104,21 @@ class Rings:
 @pytest.fixture
 def rings() -> Rings:
     return Rings()
+
+
+def test_a_request_is_dated_by_the_wall_clock(
+    rings: Rings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = process.Process(SimpleNamespace())  # type: ignore[arg-type]
+    state.ring = Writer(tmp_path / "a.ring", 16, FRONT)
+    monkeypatch.setattr(process, "_current", state)
+    before = time.time_ns()
+    frontend.arrive({"path": "/v1/chat/completions", "headers": []})
+    (record,), _ = read_all(Reader(tmp_path / "a.ring"))
+    rings.requests.feed(1, record)
+    (request,) = rings.requests.requests.values()
+    assert before - MS <= request.wall <= time.time_ns() + MS
+    assert request.wall_at == request.arrival
 
 
 def test_a_streamed_chat(rings: Rings) -> None:
@@ -225,7 +243,7 @@ def test_a_rejection(rings: Rings, status: int, bucket: int, first: str) -> None
 def test_a_rejection_of_unknown_length(rings: Rings) -> None:
     rings.front(ARRIVE, 1000, 1, 1)
     rings.front(END, 1003, 1, REJECTED, 400, 4, 0, 1000 * MS, 0, 0)
-    assert rings.requests.finished[0].context_bucket == "unknown"
+    assert next(iter(rings.requests.finished)).context_bucket == "unknown"
     assert rings.histogram("llmobs_request_seconds", "m", "unknown") == (1, 0.003)
     assert rings.verdicts() == {}
 
@@ -264,7 +282,7 @@ def test_a_dead_engine_has_no_last_word(rings: Rings) -> None:
     rings.front(ADMIT, 1010, 1, HTTP, 0, 55, 10, 100)
     rings.front(END, 1100, 1, ERROR, 500, 0, 0, 1000 * MS, 0, 0)
     rings.requests.tidy(1101 * MS, engines_alive=False)
-    assert rings.requests.finished[0].outcome == "error"
+    assert next(iter(rings.requests.finished)).outcome == "error"
 
 
 def test_a_sequence_that_no_front_end_knows_is_forgotten(rings: Rings) -> None:
@@ -376,3 +394,33 @@ def test_a_first_token_is_booked_to_its_engine(
     for number in (0, 1):
         child = children["deepseek-v4", str(number), "0-1k", "first"]
         assert sum(child.counts) == int(number == engine)
+
+
+def test_what_spans_a_gap_is_given_up_at_once(rings: Rings) -> None:
+    """Also the engine's part of it: of those that wait no snapshot speaks."""
+    rings.front(ARRIVE, 1000, 1, 1)
+    rings.front(ADMIT, 1010, 1, HTTP, 0, 55, 10, 100)
+    rings.engine(JOIN, 1020, 7, 0, 0, 55, 10)
+    rings.view.gap()
+    rings.front(END, 1100, 1, ABORT, 200, 0, 0, 1000 * MS, 1, 0)
+    rings.requests.tidy(1101 * MS, True)
+    assert rings.requests.incomplete == 1
+    assert not rings.requests.finished
+    assert not rings.requests.requests
+    assert not rings.requests.ending
+    assert not rings.view.sequences
+
+
+def test_sequences_without_a_front_end_are_not_kept_without_limit(rings: Rings) -> None:
+    for number in range(6000):
+        rings.engine(JOIN, 1000, number, 0, 0, number, 10)
+    rings.view.gap()
+    rings.requests.tidy(1001 * MS, True)
+    assert list(rings.requests.orphans) == list(range(1000, 6000))
+    assert list(rings.view.sequences) == list(range(1000, 6000))
+    # A request whose engine's part was let go is not told as if it had never got there.
+    rings.front(ARRIVE, 990, 1, 1)
+    rings.front(ADMIT, 995, 1, HTTP, 0, 55, 10, 100)
+    rings.front(END, 1100, 1, STOP, 200, 0, 5, 990 * MS, 1, 0)
+    rings.requests.tidy(1101 * MS, True)
+    assert (rings.requests.incomplete, len(rings.requests.finished)) == (1, 0)

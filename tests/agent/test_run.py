@@ -2,8 +2,11 @@
 
 import math
 import os
+import resource
 import struct
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llmobs import schema
 from llmobs.agent.collect import RunCollector
-from llmobs.agent.run import Run
+from llmobs.agent.run import FairLock, Run
 from llmobs.ring import Writer
 from tests.rings import ENGINE, FRONT, SLOT, SLOTS_AT, new_ring, python
 
+ENDED = 'llmobs_request_seconds_count{context_bucket="unknown",model_name="deepseek-v4"}'
+INCOMPLETE = 'llmobs_incomplete_requests_total{model_name="deepseek-v4"}'
 KINDS = (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24, 32, 33)
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 pytestmark = pytest.mark.timeout(120)
@@ -181,9 +186,10 @@ def test_a_file_cut_short_while_it_is_watched(
     check_the_others_are_read(run, other)
 
 
-def test_a_damaged_ring_is_given_up_once_and_its_gauges_go(
+def test_a_nonsensical_record_is_lost_and_the_totals_still_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Said once, however many there are; what comes after the next snapshot is read again."""
     other = healthy(tmp_path)
     ring = new_ring(tmp_path, ENGINE, capacity=64)
     ring.cells[schema.model_cell("requests", 0)] = 3
@@ -192,15 +198,50 @@ def test_a_damaged_ring_is_given_up_once_and_its_gauges_go(
     labels = '{context_bucket="0-1k",engine="0",model_name="deepseek-v4"'
     gauge = labels.replace("}", "") + ',state="waiting"}'
     assert value(page(run), f"llmobs_requests{gauge}") == 3
-    ring.put(21, 10**9, 1, 77)  # there is no such kind of batch
     for _ in range(3):
+        ring.put(21, 10**9, 1, 77)  # there is no such kind of batch
         run.poll()
+    ring.cells[schema.model_cell("requests", 0)] = 2
+    ring.cells[schema.model_cell("preemptions", 0)] = 5
     text = page(run)
-    assert f"llmobs_requests{gauge}" not in text
-    assert value(text, f"llmobs_preemptions_total{labels}}}") == 4
+    assert value(text, f"llmobs_requests{gauge}") == 2
+    assert value(text, f"llmobs_preemptions_total{labels}}}") == 5
+    lost = 'llmobs_records_lost_total{model_name="deepseek-v4",process="engine_core"}'
+    assert value(text, lost) == 1  # after a gap nothing is read but the next snapshot
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert warning.startswith(f"ring given up: {ring.path}: ")
+    assert warning.startswith(f"ring damaged: {ring.path}: ")
+    ring.put(23, 2 * 10**9, 101, 1)
+    ring.put(23, 2 * 10**9, 101, 0)
+    written(ring, iter(range(300, 303)))
+    series = (
+        'batch_size_distribution_count{batch_kind="decode",engine="0",model_name="deepseek-v4"}'
+    )
+    assert value(page(run), series) == 3
     check_the_others_are_read(run, other)
+
+
+def test_a_ring_that_cannot_be_opened_just_now_is_opened_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent had no descriptor left."""
+    ring = new_ring(tmp_path, FRONT, capacity=64)
+    ring.cells[schema.model_cell("received", 0)] = 7
+    run = Run(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/", os.O_RDONLY)
+    os.close(lowest)
+    # One more: to list the folder takes one, and mapping a file takes a second for itself.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
+    try:
+        for _ in range(3):
+            run.poll()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not run.sources
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning == f"ring refused: {ring.path}: Too many open files"
+    series = 'llmobs_requests_received_total{context_bucket="0-1k",model_name="deepseek-v4"}'
+    assert value(page(run), series) == 7
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000, b"LLMOBSR1" + bytes(70_000)])
@@ -368,3 +409,38 @@ def test_a_run_folder_that_is_missing(tmp_path: Path) -> None:
     assert run.poll() == 0
     assert not run.alive()
     page(run)
+
+
+def test_a_ring_that_went_round_thrice_counts_each_end_once(tmp_path: Path) -> None:
+    ring = Writer(tmp_path / "api_server-1-1.ring", 20_000, FRONT)
+    run = Run(tmp_path)
+    run.poll()
+    for number in range(1, 30_001):
+        one_request(ring, number)
+    for _ in range(3):
+        run.poll()
+        shown = page(run)
+        told = value(shown, ENDED)
+        assert told > 5000
+        assert told + value(shown, INCOMPLETE) == 30_000
+    (source,) = run.sources.values()
+    assert source.records + source.lost == 60_000
+
+
+def test_who_waits_for_the_lock_has_it_next() -> None:
+    """Whoever takes it again at once has it after them."""
+    lock, order = FairLock(), list[str]()
+
+    def waits() -> None:
+        with lock:
+            order.append("waiter")
+
+    waiter = threading.Thread(target=waits)
+    with lock:
+        waiter.start()
+        while not lock._next.locked():
+            time.sleep(0.001)
+    with lock:
+        order.append("again")
+    waiter.join()
+    assert order == ["waiter", "again"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from llmobs import schema
 from llmobs.agent import steps
+from llmobs.ring import Reader
 from tests.agent.world import (
     BUCKETS,
     FINE,
@@ -25,6 +26,7 @@ from tests.agent.world import (
     check_histogram,
     grouped,
 )
+from tests.rings import read_all
 
 PAUSES = st.sampled_from([0, 1, 700, 50_000, 1_000_000, 9_999_999, 30_000_000, 250_000_000])
 LONG_PAUSES = PAUSES | st.sampled_from([1_100_000_000, 7_000_000_000])
@@ -101,6 +103,8 @@ def check_totals(world: World) -> None:
             assert found == world.preemptions[model, bucket]
     for place, kind in enumerate(("prefill", "decode", "mixed")):
         assert cells[schema.PROCESS_CELL["batch_squares"] + place] == squares[kind]
+    first = schema.PROCESS_CELL["spec_tokens"]
+    assert list(cells[first : first + 2]) == [world.scheduler.drafted, world.scheduler.accepted]
     first = schema.PROCESS_CELL["wait_ns"]
     waits = [cells[first + place] for place in range(9)]
     assert min(waits) >= 0
@@ -282,6 +286,36 @@ def test_what_is_folded_away_keeps_its_longest_gap(starts: list[Any], events: li
         check_requests(world)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [(100, "plain"), (90, "plain"), (80, "plain")],
+        [(100, "plain"), (2000, "plain"), (5000, "plain"), (70, "plain")],
+        [(100, "plain"), (90, "cut")],
+        [(100, "cut"), (2000, "plain"), (90, "cut"), (60, "plain")],
+    ],
+)
+def test_several_tokens_at_once_are_counted_by_cell_and_of_the_cut_ones_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ahead: bool,
+    sequences: list[tuple[int, str]],
+) -> None:
+    world = World(tmp_path, monkeypatch, ahead, drafts=3)
+    for place, (prompt, kind) in enumerate(sequences):
+        world.join(prompt, 30 + place, kind, None, False, 11, 1_000_000)
+    world.step(0, 100_000, 100_000, [0], [1], [False], [1_000_000])
+    for turn in range(20):  # of the last that each yields, more is sampled than it keeps
+        world.scheduler.order = str if turn % 2 else hash  # the runner may sort them anew
+        world.step(0, 100_000, 100_000, [0], [1, 4, 3, 2, 4], [False], [7_000_000, 100])
+    play(world, [])
+    everything_agrees(world)
+    kinds = [record[1] for record in read_all(Reader(tmp_path / "engine_core.ring"))[0]]
+    assert kinds.count(schema.Kind.MORE) >= 5
+    assert schema.Kind.SKIP not in kinds
+
+
 # Single cases, each a defect that there was
 
 
@@ -358,7 +392,7 @@ def test_a_gap_that_reaches_over_the_fold(
     play(world, [])
     check_gaps(world)
     check_requests(world)
-    assert world.requests.finished[0].longest_gap == 0.03
+    assert next(iter(world.requests.finished)).longest_gap == 0.03
 
 
 def test_one_that_fails_while_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -390,4 +424,4 @@ def test_a_token_after_the_client_left_is_no_first_token(
     (life,) = world.lives
     assert life.tokens[0][0] > life.end
     everything_agrees(world)
-    assert world.requests.finished[0].first_token is None
+    assert next(iter(world.requests.finished)).first_token is None

@@ -122,6 +122,7 @@ def check_tree(root: Span) -> None:
     children = root.children
     assert children, root
     assert all(abs(a.end - b.start) < 1_000_000 for a, b in pairwise(children)), children
+    assert abs(time.time() - root.start / 1e9) < 3600, "not of today"
     total = sum(child.end - child.start for child in children)
     assert abs(total - (root.end - root.start)) < 1_000_000
     for span in _below(root):
