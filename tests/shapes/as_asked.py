@@ -1,8 +1,7 @@
-"""Takes back what vLLM's CPU platform decides whatever was asked for: spawn, no async scheduling,
-no Ray.
+"""Takes back what vLLM's CPU platform decides whatever was asked for: spawn, no async scheduling.
 
-So the code that runs on a GPU runs here too: forked processes, the scheduler that is one step ahead
-of the worker, workers in Ray's actors. It comes in as a plugin of vLLM, `installed` makes it one.
+So the code that runs on a GPU runs here too: forked processes, and the scheduler that is one step
+ahead of the worker. It comes in as a plugin of vLLM, `installed` makes it one.
 """
 
 import functools
@@ -29,7 +28,6 @@ def register() -> None:
             os.environ[METHOD] = method
 
     CpuPlatform.check_and_update_config = classmethod(as_asked)  # type: ignore[assignment]
-    CpuPlatform.ray_device_key = "GPU"
 
 
 def installed(folder: Path) -> str:
