@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from scipy import stats
@@ -27,6 +29,7 @@ from demo.client import Outcome, completion, open_session
 from demo.model import make_model, prompt_ids
 from demo.vllm_server import MODULE, VllmServer
 
+SERVERS_CORE, CLIENTS_CORE = 0, 1
 ROLES = ("api_server", "engine_core", "worker")
 BARE, CONTROL, OURS = "bare", "bare again", "llmobs"
 NARROW = 0.01
@@ -64,6 +67,10 @@ class Turn:
     @property
     def front(self) -> float:
         return self.cpu["api_server"] / self.tokens * 1e6
+
+    def __str__(self) -> str:
+        by_role = "+".join(f"{self.cpu[role] / self.tokens * 1e6:.0f}" for role in ROLES)
+        return f"{self.total:.0f} ({by_role})"
 
     @property
     def rate(self) -> float:
@@ -129,6 +136,11 @@ class Subject:
         self.pids = {role: server.pids(role) for role in ROLES}
         assert all(self.pids.values()), self.pids
         self.pids["agent"] = [json.loads(f.read_text())["pid"] for f in runs.glob("*/agent.json")]
+        # vLLM's engine core spins, yielding its core, until the worker answers. On two cores that
+        # is some third of all CPU, more or less by chance; on one it costs next to nothing.
+        for pid in chain.from_iterable(self.pids.values()):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), {SERVERS_CORE})
 
     def cpu(self) -> dict[str, float]:
         return {role: sum(map(cpu_seconds, pids)) for role, pids in self.pids.items()}
@@ -202,6 +214,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Way]:
                         env={
                             "LLMOBS_RUN_DIR": str(runs),
                             "OTEL_EXPORTER_PROMETHEUS_PORT": str(port),
+                            # Threads of PyTorch that spin for one another on busy cores are noise.
+                            "OMP_NUM_THREADS": "1",
+                            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                             **way.env,
                         },
                         prefix=way.prefix,
@@ -211,6 +226,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Way]:
                     time.sleep(3)
                     page = f"http://localhost:{port}/metrics" if way.name == OURS else None
                     subjects.append((way, Subject(server, runs, page)))
+                os.sched_setaffinity(0, {CLIENTS_CORE})
                 for _, subject in subjects:  # what comes first is no measure
                     subject.turn(options.streams, options.tokens, 999)
                 for _ in range(options.rounds):
@@ -218,9 +234,10 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Way]:
                     seed = draw.randrange(1 << 20)
                     for way, subject in subjects:
                         way.turns.append(subject.turn(options.streams, options.tokens, seed))
-                    told = " · ".join(f"{w.name} {w.turns[-1].total:.0f}" for w in measured)
+                    told = " · ".join(f"{w.name} {w.turns[-1]}" for w in measured)
                     print(f"{len(measured[0].turns)}: {told}", file=sys.stderr, flush=True)
             by_name = {way.name: way for way in measured}
+            os.sched_setaffinity(0, {SERVERS_CORE, CLIENTS_CORE})  # to start the next ones
             _, low, high = ratio(by_name[OURS], by_name[BARE], "total")
             if len(by_name[BARE].turns) >= options.pairs or (high - low) / 2 <= NARROW:
                 return measured

@@ -2,13 +2,16 @@
 
 Each probed function is timed twice, around llmobs' wrapper and within it: the difference is ours.
 What the timing itself costs is measured on a function that does nothing, and taken off.
+Medians, so that what else runs on the machine does not count.
 """
 
 import functools
 import json
 import os
+import statistics
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +19,14 @@ from typing import Any
 import wrapt
 
 OUT = "LLMOBS_BENCH_OUT"
-clock = time.thread_time_ns
-"""Of CPU, not of the wall's: what else runs on the machine meanwhile is not ours."""
+clock = time.perf_counter_ns
 
 
 class Timer:
-    """Own time of one probe: calls and nanoseconds."""
+    """Own time of one probe: nanoseconds of each call."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.own = 0
+        self.own = array("q")
         self.host = 0
 
     def within(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,8 +46,7 @@ class Timer:
             try:
                 return wrapper(*args, **kwargs)
             finally:
-                self.own += clock() - began - self.host
-                self.calls += 1
+                self.own.append(clock() - began - self.host)
 
         return functools.wraps(original)(outer) if hasattr(original, "__name__") else outer
 
@@ -61,11 +61,10 @@ def overhead() -> float:
     def nothing(argument: Any) -> None:
         pass
 
-    inner = timer.within(nothing)
-    outer = timer.around(inner, nothing)
+    outer = timer.around(timer.within(nothing), nothing)
     for _ in range(20_000):
         outer(1)
-    return timer.own / timer.calls
+    return statistics.median(timer.own)
 
 
 def _time_probes(probes: Any) -> None:
@@ -89,13 +88,25 @@ def _time_chunks(frontend: Any) -> None:
 
 
 def _tell(folder: Path) -> None:
+    """Write how often each probe was called since the last window began, and the median of its own
+    time; a window begins when `window` says another name."""
+    taken_off = overhead()
+    window = ""
     while True:
         time.sleep(0.5)
-        if TIMERS:
-            told = {name: (timer.calls, timer.own) for name, timer in TIMERS.items()}
+        told = {
+            name: (len(timer.own), statistics.median(timer.own) - taken_off)
+            for name, timer in TIMERS.items()
+            if timer.own
+        }
+        if told:
             partial = folder / f"{os.getpid()}.new"
-            partial.write_text(json.dumps({"overhead": overhead(), "timers": told}))
+            partial.write_text(json.dumps(told))
             partial.rename(folder / f"{os.getpid()}.json")
+        if (folder / "window").read_text() != window:
+            window = (folder / "window").read_text()
+            for timer in TIMERS.values():
+                del timer.own[:]
 
 
 def install() -> None:

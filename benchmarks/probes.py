@@ -70,11 +70,17 @@ class Scheduler:
         return self.result
 
 
-def engine_step(running: int, ring: Writer, drafts: bool, copied: bool) -> tuple[Step, Step]:
+def engine_step(
+    running: int,
+    ring: Writer,
+    drafts: bool = False,
+    copied: bool = False,
+    prompts: tuple[int, ...] = PROMPTS,
+) -> tuple[Step, Step]:
     """Bare, and with the engine's probes on, all its sequences decoding."""
     scheduler = Scheduler(running, drafts, copied)
     follower = engine.Engine(ring, several_tokens=drafts)
-    for name, prompt in zip(scheduler.ids, cycle(PROMPTS), strict=False):
+    for name, prompt in zip(scheduler.ids, cycle(prompts), strict=False):
         follower.join(
             SimpleNamespace(
                 request_id=name,
@@ -194,7 +200,7 @@ def main() -> int:
     print("| --- | --- | --- | --- | --- | --- |")
     steady = {}
     for running in (8, 64, 256):
-        core, records = cost(engine_step, running, False, False)
+        core, records = cost(engine_step, running)
         work, more = cost(worker_step, running)
         front, _ = cost(chunk_step, running)
         steady[running] = core
@@ -202,14 +208,17 @@ def main() -> int:
             f"| {running} | {core:.2f} | {work:.2f} | {front:.2f} | {core + work + front:.2f} "
             f"| {records + more:.2f} |"
         )
-    print("\n| running, speculating | ids | engine core | more per running request, ns |")
-    print("| --- | --- | --- | --- |")
+    print("\n| running, speculating | buckets | ids | engine core | more per running request, ns |")
+    print("| --- | --- | --- | --- | --- |")
     for running in (8, 64, 256):
-        for copied in (False, True):
-            core, _ = cost(engine_step, running, True, copied)
+        for buckets, which, copied, prompts in (
+            ("all four", "the same", False, PROMPTS),
+            ("all four", "of another process", True, PROMPTS),
+            ("one", "either", True, PROMPTS[:1]),
+        ):
+            core, _ = cost(engine_step, running, True, copied, prompts)
             more = (core - steady[running]) / running * 1e3
-            which = "of another process" if copied else "the same"
-            print(f"| {running} | {which} | {core:.2f} | {more:.0f} |")
+            print(f"| {running} | {buckets} | {which} | {core:.2f} | {more:.0f} |")
     return 0
 
 

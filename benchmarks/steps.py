@@ -23,7 +23,7 @@ SPECULATE = (
     '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,'
     '"prompt_lookup_min":2}'
 )
-PROCESSES = {"schedule": "engine core", "forward": "worker", "http_edge": "front end"}
+PROCESSES = {"schedule": "engine core", "forward": "worker", "chunk": "front end"}
 """A probe that tells in which process the others of its file are."""
 
 
@@ -37,18 +37,14 @@ async def load(url: str, streams: int, tokens: int) -> None:
         )
 
 
-class Times:
-    """Own nanoseconds and calls so far, by process and probe."""
-
-    def __init__(self, folder: Path) -> None:
-        self.own: Counter[tuple[str, str]] = Counter()
-        self.calls: Counter[tuple[str, str]] = Counter()
-        for file in folder.glob("*.json"):
-            told = json.loads(file.read_text())
-            process = next((p for probe, p in PROCESSES.items() if probe in told["timers"]), "")
-            for probe, (calls, own) in told["timers"].items():
-                self.own[process, probe] += int(own - calls * told["overhead"])
-                self.calls[process, probe] += calls
+def told(folder: Path) -> dict[tuple[str, str], tuple[int, float]]:
+    """Calls and median own nanoseconds, by process and probe."""
+    found = {}
+    for file in folder.glob("*.json"):
+        timers = json.loads(file.read_text())
+        process = next((p for probe, p in PROCESSES.items() if probe in timers), "front end")
+        found |= {(process, probe): tuple(timer) for probe, timer in timers.items()}
+    return found
 
 
 def main() -> int:
@@ -63,6 +59,7 @@ def main() -> int:
             folder = Path(name)
             (folder / "site").mkdir()
             (folder / "out").mkdir()
+            (folder / "out" / "window").write_text("")
             (folder / "site" / "sitecustomize.py").write_text(
                 "from benchmarks import inside\ninside.install()\n"
             )
@@ -77,22 +74,19 @@ def main() -> int:
             with VllmServer(model, folder / "log", args, env=env, entry=MODULE) as server:
                 asyncio.run(load(server.url, 8, 50))
                 for streams in (8, 64, 256):
+                    (folder / "out" / "window").write_text(str(streams))
                     time.sleep(1.2)
-                    before = Times(folder / "out")
                     asyncio.run(load(server.url, streams, options.tokens))
                     time.sleep(1.2)
-                    after = Times(folder / "out")
-                    steps = (after.calls - before.calls)["engine core", "update"]
+                    timers = told(folder / "out")
+                    steps, _ = timers["engine core", "update"]
                     own: Counter[str] = Counter()
-                    for (process, probe), nanoseconds in after.own.items():
-                        own[process] += nanoseconds - before.own[process, probe]
-                    figures = [own[process] / steps / 1e3 for process in PROCESSES.values()]
+                    for (process, probe), (calls, median) in sorted(timers.items()):
+                        own[process] += calls * median / steps / 1e3
+                        about = f"{process}: {probe} {median / 1e3:.2f} µs x {calls}"
+                        print(about, file=sys.stderr)
+                    figures = [own[process] for process in PROCESSES.values()]
                     cells = " | ".join(f"{figure:.1f}" for figure in (*figures, sum(figures)))
-                    for (process, probe), nanoseconds in sorted(after.own.items()):
-                        calls = (after.calls - before.calls)[process, probe]
-                        if calls:
-                            each = (nanoseconds - before.own[process, probe]) / calls / 1e3
-                            print(f"{process}: {probe} {each:.2f} µs x {calls}", file=sys.stderr)
                     print(
                         f"| {streams} | {'yes' if speculate else 'no'} | {steps} | {cells} |",
                         flush=True,
