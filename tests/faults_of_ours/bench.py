@@ -171,6 +171,14 @@ class Bench:
         self.page = ""
 
     def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:  # a disk must not stay mounted either
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         self.server.start()
         self.family = [psutil.Process(p.pid) for p in self.server.processes()]
         self.root = psutil.Process(self.server.pid)
@@ -182,7 +190,6 @@ class Bench:
             # Kept open: one of the faults is to remove them.
             self.files = [(ring.name.partition("-")[0], ring.open("rb")) for ring in self.rings]
             self.rebase()
-        return self
 
     def __exit__(
         self,
