@@ -1,9 +1,10 @@
 """What observing costs a real server: CPU per token, P99 of the token gap, throughput.
 
 Servers that differ only in who observes them stand side by side and get the same load in turn, in
-an order drawn anew each round; each round gives one ratio to the bare server. A second bare server
-is the control. After some rounds all are started anew, for two starts of a server differ too. It
-goes on until the interval of llmobs' ratio is narrow enough, or the pairs are used up.
+an order drawn anew each round; each round gives one ratio to the bare servers. There are two of
+those, whose own ratio is the control. After some rounds all are started anew, for two starts of a
+server differ too. It goes on until the interval of llmobs' ratio is narrow enough, or the pairs are
+used up.
 """
 
 import argparse
@@ -238,25 +239,33 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Way]:
                     print(f"{len(measured[0].turns)}: {told}", file=sys.stderr, flush=True)
             by_name = {way.name: way for way in measured}
             os.sched_setaffinity(0, {SERVERS_CORE, CLIENTS_CORE})  # to start the next ones
-            _, low, high = ratio(by_name[OURS], by_name[BARE], "total")
+            _, low, high = ratio(by_name[OURS], bare_ways(measured), "total")
             if len(by_name[BARE].turns) >= options.pairs or (high - low) / 2 <= NARROW:
                 return measured
 
 
-def ratio(way: Way, bare: Way, what: str) -> tuple[float, float, float]:
-    """The geometric mean of the rounds' ratios, and its 95% interval (Student's t of their
-    logarithms)."""
+def bare_ways(measured: list[Way]) -> list[Way]:
+    return [way for way in measured if way.name in (BARE, CONTROL)]
+
+
+def ratio(way: Way, others: list[Way], what: str) -> tuple[float, float, float]:
+    """The geometric mean of the rounds' ratios to the others' (geometric) mean, and its 95%
+    interval (Student's t of their logarithms)."""
+
+    def logarithm(turn: Turn) -> float:
+        return math.log(getattr(turn, what))
+
     logs = [
-        math.log(getattr(a, what) / getattr(b, what))
-        for a, b in zip(way.turns, bare.turns, strict=True)
+        logarithm(turn) - statistics.mean(map(logarithm, same_round))
+        for turn, *same_round in zip(way.turns, *(o.turns for o in others), strict=True)
     ]
     interval = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
     return math.exp(statistics.mean(logs)), math.exp(interval.low), math.exp(interval.high)
 
 
 def show(measured: list[Way], rounds: int) -> None:
-    bare = next(way for way in measured if way.name == BARE)
-    print(f"{len(bare.turns)} pairs, all servers started anew after every {rounds}\n")
+    pairs = len(measured[0].turns)
+    print(f"{pairs} pairs, all servers started anew after every {rounds}\n")
     print(
         "| | CPU µs/token | ÷ bare | API server ÷ bare | P99 gap ms | ÷ bare | tokens/s | ÷ bare |"
     )
@@ -265,12 +274,12 @@ def show(measured: list[Way], rounds: int) -> None:
         total = statistics.mean(turn.total for turn in way.turns)
         p99 = statistics.mean(turn.p99 for turn in way.turns) * 1e3
         rate = statistics.mean(turn.rate for turn in way.turns)
-        cells = ["1"] * 4
-        if way is not bare:
-            cells = [
-                "{:.3f} ({:.3f}–{:.3f})".format(*ratio(way, bare, what))
-                for what in ("total", "front", "p99", "rate")
-            ]
+        # The control is compared with the first bare server, what observes with both.
+        others = {BARE: [], CONTROL: measured[:1]}.get(way.name, bare_ways(measured))
+        cells = [
+            "{:.3f} ({:.3f}–{:.3f})".format(*ratio(way, others, what)) if others else ""
+            for what in ("total", "front", "p99", "rate")
+        ]
         print(
             f"| {way.name} | {total:.0f} | {cells[0]} | {cells[1]} | {p99:.0f} | {cells[2]} "
             f"| {rate:.0f} | {cells[3]} |"
