@@ -43,6 +43,10 @@ log = logging.getLogger("llmobs.agent")
 
 def watch(folder: Path, lock: int, stay: bool = False) -> int:
     """Tail the rings and serve the page. `lock` is the folder's, held."""
+    # A batch thread takes no CPU from a running one when it wakes up: the engine comes first. The
+    # threads that follow, of the page and the exporters, are of the same class.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     settings = read_settings()
     stop = threading.Event()
 
@@ -67,9 +71,6 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
     if not stay:
         prune(folder)
 
-    # A batch thread takes no CPU from a running one when it wakes up: the engine comes first.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     began = time.monotonic()
     gone_since: float | None = None
     failing = False
