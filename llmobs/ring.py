@@ -32,13 +32,15 @@ class RingError(Exception):
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is no such process."""
+    """When a process started, in clock ticks since boot; None if there is no such process. One that
+    is dead and that nobody has reaped yet (in a container, maybe nobody ever will) is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     # The command, field 2, may hold spaces and brackets: count from the last bracket.
-    return int(text.rpartition(")")[2].split()[19])
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def process_id(pid: int, ticks: int) -> int | None:

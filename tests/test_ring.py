@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import struct
+import subprocess
 import tempfile
 import threading
 import time
@@ -483,3 +484,22 @@ def test_a_file_cut_short_under_its_writer_ends_the_writer(tmp_path: Path) -> No
     assert process.returncode == -signal.SIGBUS
     ring = Writer(tmp_path / "b.ring", 16, {})
     assert ring.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_that_nobody_reaps_is_dead(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from llmobs.ring import Writer; "
+        "Writer(Path(sys.argv[1]), 16, {}); print(flush=True); sys.stdin.read()"
+    )
+    process = python(code, tmp_path / "a.ring", stdin=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    reader = Reader(tmp_path / "a.ring")
+    assert reader.alive()
+    process.kill()
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert not reader.alive()
+    process.wait()
+    assert not reader.alive()
