@@ -53,7 +53,7 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 
-# An hour, on a machine that does nothing else.
+# An hour or so, on a machine that does nothing else.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.steps

@@ -424,13 +424,13 @@ class Engine:
     def _order(self, request_ids: list[str]) -> bool:
         """Learn in which order the runner tells of the decoding sequences; False if of others."""
         places: dict[int, list[int]] = {}
-        self.cut_places = []
+        cut_places = []
         for place, request_id in enumerate(request_ids):
             sequence = self.decoding.get(request_id)
             if sequence is None:
                 return False
             if sequence.flags & Flag.CUT:
-                self.cut_places.append((place, sequence.number))
+                cut_places.append((place, sequence.number))
             else:
                 places.setdefault(sequence.cell, []).append(place)
         self.groups = [
@@ -441,6 +441,7 @@ class Engine:
         if self.groups:  # the largest has what the others leave
             cell, _, number = self.groups[-1]
             self.groups[-1] = cell, None, number
+        self.cut_places = cut_places
         self.order = list(request_ids)
         return True
 

@@ -210,9 +210,8 @@ class Reader:
             (self.capacity,), schema.SLOT, buffer=self._map, offset=schema.SLOTS_OFFSET
         )
         self._heads, self._tails = self._slots["head"], self._slots["tail"]
-        self._process = process_id(
-            self.pid, self.ticks
-        )  # lists /proc, for which it may lack a file
+        # Here, where a failure is a refusal: it lists /proc, and may lack a descriptor for that.
+        self._process = process_id(self.pid, self.ticks)
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""
@@ -266,12 +265,18 @@ class Reader:
     def _whole(self, count: int) -> tuple[int, int]:
         """How many records from `position` on are whole, within one contiguous stretch, and the
         stretch's first slot."""
+        whole = self._standing(count)
+        count = len(whole) if whole.all() else int(whole.argmin())
+        return count, self.position % self.capacity
+
+    def _standing(self, count: int) -> npt.NDArray[np.bool_]:
+        """Of the records from `position` on, within one contiguous stretch, which are whole."""
         first = self.position % self.capacity
         count = min(count, self.capacity - first)
         expected = np.arange(self.position, self.position + count, dtype=np.uint64)
         stretch = slice(first, first + count)
-        whole = (self._heads[stretch] == expected) & (self._tails[stretch] == expected)
-        return count if whole.all() else int(whole.argmin()), first
+        whole: npt.NDArray[np.bool_] = self._heads[stretch] == expected
+        return whole & (self._tails[stretch] == expected)
 
     def read(self, most: int = 8192) -> Batch:
         """The next records, at most so many. Raises RingError if the file was cut short."""
@@ -325,10 +330,8 @@ class Reader:
         if self._torn_at != self.position:
             self._torn_at = self.position
             return 0
-        stretch = slice(slot, slot + min(newest - self.position, self.capacity - slot))
-        expected = np.arange(self.position, self.position + stretch.stop - slot, dtype=np.uint64)
-        whole = (self._heads[stretch] == expected) & (self._tails[stretch] == expected)
-        skipped = int(whole.argmax()) if whole.any() else len(expected)  # 0: whole just now
+        whole = self._standing(newest - self.position)
+        skipped = int(whole.argmax()) if whole.any() else len(whole)  # 0: whole just now
         self.position += skipped
         return skipped
 

@@ -1,6 +1,7 @@
 """What every test starts from: a process that is no server yet, and no setting of the outside."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,12 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if probes._hooked or probes._applied:
         probes.detach()
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where run folders go. No agent is started."""
+    monkeypatch.setenv("LLMOBS_RUN_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("LLMOBS_RING_BYTES", "8192")
+    monkeypatch.setattr(process, "_watch", lambda *_: None)
+    return tmp_path / "runs"

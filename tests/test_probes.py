@@ -60,15 +60,6 @@ def attached() -> dict[str, int]:
     return process.current().probes
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where run folders go. No agent is started."""
-    monkeypatch.setenv("LLMOBS_RUN_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("LLMOBS_RING_BYTES", "8192")
-    monkeypatch.setattr(process, "_watch", lambda *_: None)
-    return tmp_path / "runs"
-
-
 def test_wraps_what_is_there(modules: dict[str, Any]) -> None:
     scheduler = modules[SCHEDULER].Scheduler
     before = dict(vars(scheduler))

@@ -26,15 +26,6 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
-@pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where run folders go. No agent is started."""
-    monkeypatch.setenv("LLMOBS_RUN_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("LLMOBS_RING_BYTES", "8192")
-    monkeypatch.setattr(process, "_watch", lambda *_: None)
-    return tmp_path / "runs"
-
-
 def opened(role: str = "engine_core", **extra: Any) -> Process:
     mark_server()
     state = current()
@@ -49,11 +40,11 @@ def only_warning(caplog: pytest.LogCaptureFixture) -> str:
     return message
 
 
-def test_the_run_folder_is_private_and_shared_by_the_family(base: Path) -> None:
+def test_the_run_folder_is_private_and_shared_by_the_family(runs: Path) -> None:
     state = opened(engine=3)
-    folder = base / f"{os.getpid()}-{start_ticks(os.getpid())}"
+    folder = runs / f"{os.getpid()}-{start_ticks(os.getpid())}"
     assert os.environ["_LLMOBS_SERVER_RUN"] == str(folder)
-    assert stat.S_IMODE(base.stat().st_mode) == 0o700
+    assert stat.S_IMODE(runs.stat().st_mode) == 0o700
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (ring,) = folder.glob("*.ring")
     assert ring.name == f"engine_core-{os.getpid()}-{start_ticks(os.getpid())}.ring"
@@ -63,7 +54,7 @@ def test_the_run_folder_is_private_and_shared_by_the_family(base: Path) -> None:
     assert state.ring.capacity == 78  # 8192 bytes of 104
 
 
-def test_a_second_role_shares_the_ring(base: Path) -> None:
+def test_a_second_role_shares_the_ring(runs: Path) -> None:
     state = opened()
     ring = state.ring
     state.open("worker", "deepseek-v4", rank=1)
@@ -73,7 +64,7 @@ def test_a_second_role_shares_the_ring(base: Path) -> None:
     assert (info["roles"], info["rank"]) == (["engine_core", "worker"], 1)
 
 
-def test_a_family_has_one_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_has_one_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark_server()
     first = os.environ["_LLMOBS_SERVER_RUN"]
     monkeypatch.setattr(process, "_current", None)
@@ -81,7 +72,7 @@ def test_a_family_has_one_folder(base: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["_LLMOBS_SERVER_RUN"] == first
 
 
-def test_adapters_get_numbers_until_there_are_too_many(base: Path) -> None:
+def test_adapters_get_numbers_until_there_are_too_many(runs: Path) -> None:
     state = opened()
     assert state.model(None) == 0
     assert [state.model(f"adapter-{n}") for n in range(1, 21)] == list(range(1, 21))
@@ -92,7 +83,7 @@ def test_adapters_get_numbers_until_there_are_too_many(base: Path) -> None:
     assert models == ["deepseek-v4", *[f"adapter-{n}" for n in range(1, 21)]]
 
 
-def test_failures_from_before_the_ring_are_handed_over(base: Path) -> None:
+def test_failures_from_before_the_ring_are_handed_over(runs: Path) -> None:
     current().probe_numbers = {"join": 11, "leave": 15}
     for probe in ("join", "join", "attach"):
         try:
@@ -109,7 +100,7 @@ def test_failures_from_before_the_ring_are_handed_over(base: Path) -> None:
     assert state.ring.cells[schema.GUARD_CELL + 15] == 1
 
 
-def test_a_forked_child_has_no_ring_of_its_parent(base: Path) -> None:
+def test_a_forked_child_has_no_ring_of_its_parent(runs: Path) -> None:
     parent = opened()
     read, write = os.pipe()
     child = os.fork()
@@ -130,13 +121,13 @@ def test_a_forked_child_has_no_ring_of_its_parent(base: Path) -> None:
 
 
 @ROOT
-def test_a_base_owned_by_another_user(base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    base.mkdir()
-    os.chown(base, 65534, 65534)
+def test_a_base_owned_by_another_user(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs.mkdir()
+    os.chown(runs, 65534, 65534)
     state = opened()
     assert state.ring is None
     message = only_warning(caplog)
-    for part in (str(base), "owned by another user (uid 65534)", "LLMOBS_RUN_DIR", "8192 bytes"):
+    for part in (str(runs), "owned by another user (uid 65534)", "LLMOBS_RUN_DIR", "8192 bytes"):
         assert part in message
     # Said once, not at every role.
     state.open("worker", "deepseek-v4")
@@ -145,17 +136,17 @@ def test_a_base_owned_by_another_user(base: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("kind", ["file", "below a file", "agent's is missing", "dangling"])
 def test_a_base_that_is_none(
-    base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+    runs: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    base.parent.joinpath("file").write_text("")
+    runs.parent.joinpath("file").write_text("")
     if kind == "file":
-        monkeypatch.setenv("LLMOBS_RUN_DIR", str(base.parent / "file"))
+        monkeypatch.setenv("LLMOBS_RUN_DIR", str(runs.parent / "file"))
     elif kind == "below a file":
-        monkeypatch.setenv("LLMOBS_RUN_DIR", str(base.parent / "file" / "runs"))
+        monkeypatch.setenv("LLMOBS_RUN_DIR", str(runs.parent / "file" / "runs"))
     elif kind == "dangling":
-        base.symlink_to(base.parent / "nowhere")
+        runs.symlink_to(runs.parent / "nowhere")
     else:
-        monkeypatch.setenv("LLMOBS_AGENT", str(base / "agents"))
+        monkeypatch.setenv("LLMOBS_AGENT", str(runs / "agents"))
     assert opened().ring is None
     message = only_warning(caplog)
     assert message.startswith("llmobs: off in this process, cannot write to the run folder /")
@@ -195,21 +186,21 @@ def test_without_rights(monkeypatch: pytest.MonkeyPatch, mode: int, usable: bool
         assert f"{parent}/runs (Permission denied)" in line
 
 
-def test_no_space_is_one_clear_line(base: Path) -> None:
+def test_no_space_is_one_clear_line(runs: Path) -> None:
     said, lines = opened_elsewhere("resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))")
     assert said == "False"
     (line,) = lines
     assert "cannot write to the run folder" in line
     assert "File too large" in line
     assert "8192 bytes free" in line
-    assert list(base.glob("*/*.ring")) == []
-    assert list(base.glob("*/*.new")) == []
+    assert list(runs.glob("*/*.ring")) == []
+    assert list(runs.glob("*/*.new")) == []
 
 
 @ROOT
-def test_a_full_tmpfs(base: Path) -> None:
-    base.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(base)]
+def test_a_full_tmpfs(runs: Path) -> None:
+    runs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(runs)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount here")
     try:
@@ -217,9 +208,9 @@ def test_a_full_tmpfs(base: Path) -> None:
         assert said == "False"
         (line,) = lines
         assert "No space left on device" in line
-        assert list(base.glob("*/*.ring")) == []
+        assert list(runs.glob("*/*.ring")) == []
     finally:
-        subprocess.run(["umount", str(base)], check=True)
+        subprocess.run(["umount", str(runs)], check=True)
 
 
 # The thread that keeps an agent alive

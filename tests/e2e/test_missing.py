@@ -10,7 +10,7 @@ from demo.client import completion, open_session
 from demo.model import make_model, prompt_ids
 from demo.vllm_server import VllmServer
 from tests.e2e.conftest import free_port
-from tests.e2e.page import Page, eventually
+from tests.e2e.page import Figures, Page, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -78,6 +78,14 @@ def ask(server: VllmServer) -> None:
     asyncio.run(traffic())
 
 
+def observed(serve: Callable, change: str) -> tuple[VllmServer, Figures]:
+    """A server of which this is changed, and its page once it has answered."""
+    server, page = serve(change)
+    ask(server)
+    eventually("the ends", lambda: _ended(page) == 8)
+    return server, page.figures()
+
+
 def said(server: VllmServer) -> list[str]:
     """The lines about a probe: each once, whichever of the processes says it."""
     lines = server.log_text().splitlines()
@@ -85,10 +93,7 @@ def said(server: VllmServer) -> list[str]:
 
 
 def test_a_method_and_a_parameter_that_are_gone(serve: Callable) -> None:
-    server, page = serve(MOVED)
-    ask(server)
-    eventually("the ends", lambda: _ended(page) == 8)
-    figures = page.figures()
+    server, figures = observed(serve, MOVED)
     attached = figures.by("probe", "llmobs_probe_attached", process="engine_core")
     assert attached.pop("leave") == 0
     assert attached.pop("preempt") == 0
@@ -106,10 +111,7 @@ def test_a_method_and_a_parameter_that_are_gone(serve: Callable) -> None:
 
 
 def test_the_probe_is_gone_that_makes_a_process_an_engine_core(serve: Callable) -> None:
-    server, page = serve(RENAMED)
-    ask(server)
-    eventually("the ends", lambda: _ended(page) == 8)
-    figures = page.figures()
+    server, figures = observed(serve, RENAMED)
     core = figures.by("probe", "llmobs_probe_attached", process="engine_core")
     assert core == {"scheduler": 0}
     (line,) = said(server)
