@@ -276,7 +276,8 @@ class Reader:
         expected = np.arange(self.position, self.position + count, dtype=np.uint64)
         stretch = slice(first, first + count)
         whole: npt.NDArray[np.bool_] = self._heads[stretch] == expected
-        return whole & (self._tails[stretch] == expected)
+        whole &= self._tails[stretch] == expected
+        return whole
 
     def read(self, most: int = 8192) -> Batch:
         """The next records, at most so many. Raises RingError if the file was cut short."""
