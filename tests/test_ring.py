@@ -288,7 +288,7 @@ def damaged(path: Path, kind: str) -> None:
         content[16:24] = struct.pack("<Q", 0)
         path.write_bytes(content[:SLOTS_AT])
     elif kind == "wrong version":
-        content[8:12] = struct.pack("<I", 2)
+        content[8:12] = struct.pack("<I", 99)
         path.write_bytes(content)
     elif kind == "wrong slot size":
         content[12:16] = struct.pack("<I", 112)

@@ -17,12 +17,11 @@ from prometheus_client.registry import Collector
 
 from llmobs import __version__, schema
 from llmobs.agent.run import Run, Source
+from llmobs.agent.signals import Samples
 from llmobs.features import FEATURES
 from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
 from llmobs.process import missing_probes
-
-Samples = dict[tuple[str, ...], float]
 
 FROM_TOTALS: dict[str, tuple[str, float]] = {
     "llmobs_requests_received_total": ("received", 1),
@@ -97,6 +96,10 @@ class RunCollector(Collector):
             self._totals(samples, metric, total, scale)
         elif metric.name in OWN:
             samples = OWN[metric.name](self.run)
+        served = _served(self.run)
+        for signal in self.run.signals:
+            for values, value in signal.samples().get(metric.name, {}).items():
+                samples[served, *values] = value
         return samples
 
     def _totals(self, samples: Samples, metric: Metric, total: str, scale: float) -> None:
@@ -183,6 +186,8 @@ def _features(run: Run) -> Samples:
     alive = [source for source in run.sources.values() if source.alive and source.models]
     for model in {source.models[0] for source in alive}:
         lacking: dict[str, str] = {}
+        for signal in run.signals:
+            lacking |= signal.lacking()
         for source in alive:
             if source.models[0] == model:
                 lacking |= source.info.get("lacking", {})

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmobs import schema
 from llmobs.agent.requests import RequestView
+from llmobs.agent.signals import Signal
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
 from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness
@@ -105,6 +106,7 @@ class Run:
         self.engines: dict[tuple[str, str], EngineView] = {}
         """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
+        self.signals: list[Signal] = []
         self.refused: dict[str, str] = {}
         self._refusals: set[str] = set()
         self.restarts = 0
@@ -127,6 +129,8 @@ class Run:
         now = time.monotonic_ns()
         for engine in self.engines.values():
             engine.match()
+        for signal in self.signals:
+            signal.poll()
         self.requests.tidy(now, any(s.alive and s.engine for s in self.sources.values()))
         return total
 

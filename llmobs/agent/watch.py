@@ -103,6 +103,8 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
         metrics.close()
     if run.requests.traces is not None:
         run.requests.traces.close()
+    for source in run.signals:
+        source.close()
     with contextlib.suppress(OSError):
         target_file(folder).unlink(missing_ok=True)
     return 0
