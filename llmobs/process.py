@@ -17,7 +17,8 @@ from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
 from llmobs.ring import SUFFIX, Reader, RingError, Writer, start_ticks
-from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, Settings, read_settings
+from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, SLO_FILE, Settings, read_settings, slo_file
+from llmobs.slo import BUCKET_LIMITS, PROBLEM
 
 log = logging.getLogger("llmobs")
 
@@ -120,6 +121,7 @@ class Process:
             "probes": self.probes,
             "probe_numbers": self.probe_numbers,
             "lacking": self.lacking,
+            "buckets": BUCKET_LIMITS,
             **self.extra,
         }
 
@@ -215,6 +217,8 @@ def mark_server() -> None:
         settings = current().settings
         folder = settings.run_base / f"{pid}-{start_ticks(pid)}"
         os.environ[SERVER_RUN] = str(folder)
+        if path := slo_file():  # absolute: found by all, wherever they run
+            os.environ[SLO_FILE] = str(path)
         mine = {k: v for k, v in os.environ.items() if k.startswith(("OTEL_", "LLMOBS_"))}
         os.environ[SERVER_ENVIRON] = json.dumps(mine)
         join_exporter(settings.agent or folder, settings.port)
@@ -322,6 +326,8 @@ def current() -> Process:
             # to say is little, and meant to be read.
             log.setLevel(logging.WARNING)
         _current = Process(read_settings())
+        if PROBLEM and SERVER_RUN not in os.environ:  # else the server's first process has said so
+            log.warning("llmobs: %s; going by the default SLO", PROBLEM)
     return _current
 
 

@@ -17,6 +17,9 @@ SERVER_ENVIRON = "_LLMOBS_SERVER_ENVIRON"
 """Set with it: the user's own OTEL_ and LLMOBS_ variables. vLLM changes some for its children (its
 --otlp-traces-endpoint becomes OpenTelemetry's), and the agent must go by what the user said."""
 
+SLO_FILE = "LLMOBS_SLO_FILE"
+"""Names the user's own SLO file."""
+
 RESOURCE_LIMIT = 4096
 SLO_SHARE = 0.01
 """Of the requests that met their targets, so many traces are kept."""
@@ -142,6 +145,11 @@ def _path(environ: Mapping[str, str], name: str) -> Path | None:
     except (RuntimeError, OSError):  # ~nobody-by-that-name; no current folder
         _warn(name, value, "a folder that can be found", "the default")
         return None
+
+
+def slo_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The user's own SLO file. Apart from the rest, since the layout of rings goes by it."""
+    return _path(environ, SLO_FILE)
 
 
 def _metrics_exporters(environ: Mapping[str, str]) -> set[str]:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from llmobs.agent.store import Store
 from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness
 from llmobs.ring import SUFFIX, Reader, RingError
 from llmobs.schema import Kind
+from llmobs.slo import BUCKET_LIMITS
 
 log = logging.getLogger("llmobs.agent")
 
@@ -107,6 +109,8 @@ class Run:
         """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
         self.signals: list[Signal] = []
+        self.say: Callable[[str], None] = log.warning
+        """Where a person reads it: in the server's log, once the agent has one."""
         self.refused: dict[str, str] = {}
         self._refusals: set[str] = set()
         self.restarts = 0
@@ -162,6 +166,15 @@ class Run:
             return
         if not described(info):
             raise RingError(f"{source.reader.path}: the description of its process is damaged")
+        buckets = info.get("buckets", BUCKET_LIMITS)
+        if buckets != BUCKET_LIMITS:
+            # Its totals and its records go by other cells: nothing in it means what we would think.
+            problem = f"its context buckets are {buckets}, the agent's {BUCKET_LIMITS}"
+            self.say(
+                f"llmobs: {source.reader.path.name} is not read, {problem}: both must go by the "
+                "same LLMOBS_SLO_FILE; start the server again"
+            )
+            raise RingError(f"{source.reader.path}: {problem}")
         source.info = info
         models = source.models
         self.requests.models[source.number] = models

@@ -58,6 +58,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
 
     run = Run(folder)
     state = State(folder)
+    run.say = state.say
     run.requests.traces = start_traces(settings, run.lock, state.say)
     run.restarts = _count_start(folder)
     if run.restarts:
