@@ -24,6 +24,12 @@ MEANING = {
     "engine on, and those refused before are not",
     "ray": "the workers are actors that Ray starts by itself, maybe on another host: nothing is "
     "told of them",
+    "no_proc": "/proc does not tell, or not all of it",
+    "no_schedstat": "this kernel keeps no schedstat (CONFIG_SCHED_INFO)",
+    "no_psi": "this kernel keeps no pressure stall information (CONFIG_PSI, psi=1 at boot)",
+    "no_cgroup": "the server is in no cgroup with a CPU controller, or in none that the agent can "
+    "see",
+    "no_permission": "the agent may not read it",
 }
 """The values of the label `reason`, for a person."""
 
@@ -39,4 +45,20 @@ FEATURES = (
         ("foreign_frontend", "grpc"),
     ),
     Feature("worker", "forward and sampling times", ("ray",)),
+    Feature(
+        "host_cpu",
+        "the machine's CPU time by mode, and its load",
+        ("no_proc", "no_permission"),
+    ),
+    Feature(
+        "run_queue",
+        "how long the server's processes were ready to run and had no CPU",
+        ("no_schedstat", "no_permission"),
+    ),
+    Feature(
+        "cgroup_cpu",
+        "how a CPU quota throttled the server",
+        ("no_cgroup", "no_permission"),
+    ),
+    Feature("pressure", "the machine's pressure stalls", ("no_psi", "no_permission")),
 )

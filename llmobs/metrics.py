@@ -23,6 +23,8 @@ class Exactness(StrEnum):
     """In the agent, from complete requests and steps: those that span a gap are left out."""
     AGENT = "agent"
     """The agent about itself."""
+    READ = "read"
+    """By the kernel or a driver; the agent reads it."""
 
 
 BUCKETS = BUCKET_NAMES
@@ -37,6 +39,11 @@ HAND_OVER = "hand_over"
 """The reason of a wait between front end and engine core. It alone is kept by the agent, so it is
 a series of its own: one sum of a total and an agent's figure would fall back when the agent is
 started again."""
+PROCESSES = ("api_server", "engine_core", "worker", "agent")
+CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+"""As in /proc/stat; what guests ran is in `user` and `nice` already."""
+PRESSURES = {"cpu": ("some",), "io": ("some", "full"), "memory": ("some", "full")}
+"""Of the machine's CPUs the kernel says `full` too, always 0: it means nothing there."""
 OPEN: tuple[str, ...] = ()
 """A label whose values are known only at run time."""
 
@@ -64,6 +71,7 @@ MODEL = {"model_name": OPEN}
 ENGINE = {"model_name": OPEN, "engine": OPEN}
 _C, _G, _H = Type.COUNTER, Type.GAUGE, Type.HISTOGRAM
 _T, _R, _A = Exactness.TOTAL, Exactness.RECORDS, Exactness.AGENT
+_K = Exactness.READ
 
 METRICS = (
     Metric(
@@ -250,6 +258,75 @@ METRICS = (
         "Speculative decoding: tokens drafted, and drafts accepted.",
         {**ENGINE, "kind": ("draft", "accepted")},
         _T,
+    ),
+    Metric(
+        "llmobs_cpu_seconds_total",
+        _C,
+        "The machine's CPU time by mode, over all CPUs. `steal`: the hypervisor gave it to others.",
+        {**MODEL, "mode": CPU_MODES},
+        _K,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_cpus",
+        _G,
+        "CPUs that the server may use: those of its affinity and cpuset, no more than its tightest "
+        "quota.",
+        {**MODEL},
+        _K,
+    ),
+    Metric(
+        "llmobs_load_average",
+        _G,
+        "The machine's load: threads that run, are ready to run, or wait for a disk.",
+        {**MODEL, "window": ("1m",)},
+        _K,
+    ),
+    Metric(
+        "llmobs_cgroup_cpu_periods_total",
+        _C,
+        "Periods of the server's CPU quota that passed while anything in its cgroup ran.",
+        {**MODEL},
+        _K,
+    ),
+    Metric(
+        "llmobs_cgroup_cpu_throttled_periods_total",
+        _C,
+        "Those of them in which the quota was used up.",
+        {**MODEL},
+        _K,
+    ),
+    Metric(
+        "llmobs_cgroup_cpu_throttled_seconds_total",
+        _C,
+        "How long the quota then kept the server from running, added up over the CPUs.",
+        {**MODEL},
+        _K,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_process_cpu_seconds_total",
+        _C,
+        "CPU time of the server's processes and of the agent.",
+        {**MODEL, "process": PROCESSES},
+        _K,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_process_run_queue_seconds_total",
+        _C,
+        "How long their threads were ready to run and had no CPU, whatever the reason.",
+        {**MODEL, "process": PROCESSES},
+        _K,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_pressure_seconds_total",
+        _C,
+        "How long some, or all, of the machine's tasks waited for a resource (PSI).",
+        {**MODEL, "resource": tuple(PRESSURES), "kind": ("some", "full")},
+        _K,
+        "seconds",
     ),
     Metric(
         "llmobs_incomplete_requests_total",

@@ -211,11 +211,12 @@ class Reader:
         )
         self._heads, self._tails = self._slots["head"], self._slots["tail"]
         # Here, where a failure is a refusal: it lists /proc, and may lack a descriptor for that.
-        self._process = process_id(self.pid, self.ticks)
+        self.process = process_id(self.pid, self.ticks)
+        """The writer's pid here, None if it had ended already; `pid` is what it calls itself."""
 
     def alive(self) -> bool:
         """Whether the process that writes here still runs."""
-        return self._process is not None and start_ticks(self._process) == self.ticks
+        return self.process is not None and start_ticks(self.process) == self.ticks
 
     def info(self) -> dict[str, Any]:
         """What the header says about the process; empty while it is being rewritten. Raises

@@ -68,14 +68,26 @@ def joined(name: str, kind: str) -> int:
 
 
 def test_the_vocabulary() -> None:
-    assert BY_NAME[NAME].labels["feature"] == ("front_end", "http_edge", "worker")
-    assert {(f.name, reason) for f in FEATURES for reason in f.reasons} == {
+    assert BY_NAME[NAME].labels["feature"] == (
+        *("front_end", "http_edge", "worker"),
+        *("host_cpu", "run_queue", "cgroup_cpu", "pressure"),
+    )
+    reasons = {(f.name, reason) for f in FEATURES for reason in f.reasons}
+    assert reasons == {
         ("front_end", "foreign_frontend"),
         ("http_edge", "foreign_frontend"),
         ("http_edge", "grpc"),
         ("worker", "ray"),
+        ("host_cpu", "no_proc"),
+        ("host_cpu", "no_permission"),
+        ("run_queue", "no_schedstat"),
+        ("run_queue", "no_permission"),
+        ("cgroup_cpu", "no_cgroup"),
+        ("cgroup_cpu", "no_permission"),
+        ("pressure", "no_psi"),
+        ("pressure", "no_permission"),
     }
-    assert set(MEANING) == {"foreign_frontend", "grpc", "ray"}
+    assert set(MEANING) == {reason for _, reason in reasons}
 
 
 def test_requests_of_an_observed_front_end(base: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,10 +154,20 @@ def samples(run: Run) -> dict[tuple[str, str, str], float]:
 def test_the_page_says_why(tmp_path: Path) -> None:
     new_ring(tmp_path, FRONT | {"lacking": {"http_edge": "grpc"}})
     new_ring(tmp_path, ENGINE | {"lacking": {"worker": "ray"}})
-    assert samples(Run(tmp_path)) == {
+    run = Run(tmp_path)
+    run.signals.append(
+        SimpleNamespace(
+            poll=lambda: None, samples=dict, lacking=lambda: {"run_queue": "no_schedstat"}
+        )
+    )
+    assert samples(run) == {
         (MODEL, "front_end", ""): 1,
         (MODEL, "http_edge", "grpc"): 0,
         (MODEL, "worker", "ray"): 0,
+        (MODEL, "host_cpu", ""): 1,
+        (MODEL, "run_queue", "no_schedstat"): 0,
+        (MODEL, "cgroup_cpu", ""): 1,
+        (MODEL, "pressure", ""): 1,
     }
 
 

@@ -79,6 +79,24 @@ CONTRACT = {
     "llmobs_preemptions_total": {"context_bucket": BUCKETS},
     "llmobs_spec_tokens_total": {"kind": ("draft", "accepted")},
     "llmobs_rejections_total": {},
+    "llmobs_cpu_seconds_total": {
+        "mode": ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    },
+    "llmobs_cpus": {},
+    "llmobs_load_average": {"window": ("1m",)},
+    "llmobs_cgroup_cpu_periods_total": {},
+    "llmobs_cgroup_cpu_throttled_periods_total": {},
+    "llmobs_cgroup_cpu_throttled_seconds_total": {},
+    "llmobs_process_cpu_seconds_total": {
+        "process": ("api_server", "engine_core", "worker", "agent")
+    },
+    "llmobs_process_run_queue_seconds_total": {
+        "process": ("api_server", "engine_core", "worker", "agent")
+    },
+    "llmobs_pressure_seconds_total": {
+        "resource": ("cpu", "io", "memory"),
+        "kind": ("some", "full"),
+    },
 }
 
 

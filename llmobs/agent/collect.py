@@ -99,7 +99,8 @@ class RunCollector(Collector):
         served = _served(self.run)
         for signal in self.run.signals:
             for values, value in signal.samples().get(metric.name, {}).items():
-                samples[served, *values] = value
+                named = len(values) == len(metric.labels)
+                samples[values if named else (served, *values)] = value
         return samples
 
     def _totals(self, samples: Samples, metric: Metric, total: str, scale: float) -> None:

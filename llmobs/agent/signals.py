@@ -14,8 +14,9 @@ class Signal(Protocol):
         """At each look at the rings, a few times a second."""
 
     def samples(self) -> dict[str, Samples]:
-        """By name of the metric, without the label `model_name`. What is not known is left out: an
-        absent series, never a 0."""
+        """By name of the metric, without the label `model_name` (it becomes the served name) or, of
+        a signal that knows several servers apart, with it. What is not known is left out: an absent
+        series, never a 0."""
 
     def lacking(self) -> dict[str, str]:
         """Features that are unavailable, with the reason (features.py)."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from llmobs.agent.collect import RunCollector
+from llmobs.agent.host import Host
 from llmobs.agent.owner import owner_of
 from llmobs.agent.page import serve
 from llmobs.agent.run import Run
@@ -63,6 +64,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
     run.restarts = _count_start(folder)
     if run.restarts:
         run.skip_to_newest()
+    run.signals.append(Host(run))
     run.poll()
     registry = CollectorRegistry()
     registry.register(RunCollector(run))

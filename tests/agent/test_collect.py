@@ -1,5 +1,6 @@
 """The page's content: read by Prometheus' own tools, complete from the start, not too much."""
 
+import os
 import shutil
 import subprocess
 from itertools import product
@@ -14,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from llmobs import schema
 from llmobs.agent.collect import RunCollector
+from llmobs.agent.host import Host
 from llmobs.agent.run import Run
 from llmobs.metrics import METRICS
-from llmobs.ring import Writer
+from llmobs.ring import Writer, start_ticks
+from tests.agent.machine import busy
 from tests.rings import ENGINE, FRONT, new_ring
 
 BUCKETS = ("0-1k", "1k-4k", "4k-32k", "32k+")
@@ -54,7 +57,11 @@ def served(folder: Path) -> Run:
     engine.floats[schema.PROCESS_CELL["log_moment"] + 1] = 2.5
     engine.cells[schema.PROCESS_CELL["last_step_wall_ns"]] = 1_700_000_000_500_000_000
     engine.cells[schema.GUARD_CELL + 12] = 3  # schedule
-    return Run(folder)
+    run = Run(folder)
+    own = os.getpid()
+    machine = busy(folder / "machine", own, own, start_ticks(own) or 0)
+    run.signals.append(Host(run, machine.proc, machine.root))
+    return run
 
 
 def registry(run: Run) -> CollectorRegistry:
@@ -117,6 +124,8 @@ def test_the_text(tmp_path: Path) -> None:
         f"llmobs_incomplete_requests_total{{{model}}} 0.0",
         f"llmobs_agent_restarts_total{{{model}}} 0.0",
         f'llmobs_build_info{{{model},version="0.1.0",vllm_version="0.32.0"}} 1.0',
+        f'llmobs_cpu_seconds_total{{mode="steal",{model}}} 3.0',
+        f"llmobs_cgroup_cpu_throttled_seconds_total{{{model}}} 4.5",
         "# TYPE llmobs_requests gauge",
         "# TYPE decode_token_latency_seconds histogram",
         "# TYPE llmobs_preemptions_total counter",
