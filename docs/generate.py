@@ -21,8 +21,8 @@ Generated from `llmobs/metrics.py` by `make docs`; do not edit.
 
 Every series carries `model_name`, the served name; LoRA adapters come under their own names when
 first used (at most 20, the rest are `other`). `engine` is the index of the engine core. Every
-combination of the label values below stands at 0 from the start, but for what is kept as `read`.
-Times are seconds.
+combination of the label values below stands at 0 from the start, but for what is kept as `read`, or
+says when it is absent. Times are seconds.
 
 Context buckets, by the prompt tokens of the request: {buckets}; `unknown` where it was never
 tokenised. With several prompts in one request the first decides; token series go by each

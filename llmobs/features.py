@@ -24,6 +24,9 @@ MEANING = {
     "engine on, and those refused before are not",
     "ray": "the workers are actors that Ray starts by itself, maybe on another host: nothing is "
     "told of them",
+    "few_prefills": "fewer than 30 prefills were seen so far",
+    "few_lengths": "lately there were prefills of fewer than three clearly different lengths: what "
+    "is constant, linear and quadratic cannot be told apart",
     "no_proc": "/proc does not tell, or not all of it",
     "no_schedstat": "this kernel keeps no schedstat (CONFIG_SCHED_INFO)",
     "no_psi": "this kernel keeps no pressure stall information (CONFIG_PSI, psi=1 at boot)",
@@ -43,6 +46,11 @@ FEATURES = (
         "http_edge",
         "the arrival of requests, their status and delivery, as the HTTP server sees them",
         ("foreign_frontend", "grpc"),
+    ),
+    Feature(
+        "latency_model",
+        "the coefficients of prefill time by length",
+        ("few_prefills", "few_lengths"),
     ),
     Feature("worker", "forward and sampling times", ("ray",)),
     Feature(

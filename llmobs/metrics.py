@@ -33,6 +33,7 @@ PHASES = ("preprocess", "queue", "prefill", "preempted", "decode", "deliver")
 TOKENS = ("first", "next")
 OBJECTIVES = ("first_token", "token_gap")
 RESULTS = ("good", "bad", "excluded")
+TERMS = ("constant", "linear", "quadratic")
 STAGES = ("schedule", "forward", "sampling", "update")
 DROP_REASONS = ("queue_full", "export_failed", "shutdown")
 HAND_OVER = "hand_over"
@@ -181,7 +182,8 @@ METRICS = (
         _C,
         "The verdict on each ended request of known length. A request without a first token within "
         "its target is bad, whatever its outcome. Excluded: answers 4xx, requests to which the "
-        "objective does not apply, and those that span a gap in the records.",
+        "objective does not apply, those that span a gap in the records, and cold starts if the "
+        "SLO says so (it does not by default).",
         {
             **MODEL,
             "context_bucket": BUCKETS,
@@ -326,6 +328,44 @@ METRICS = (
         "How long some, or all, of the machine's tasks waited for a resource (PSI).",
         {**MODEL, "resource": tuple(PRESSURES), "kind": ("some", "full")},
         _K,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_cold_start_seconds",
+        _H,
+        "Time of the first prefill of a bucket since the engine's start, or since it made no step "
+        "for 10 minutes: from first scheduled to the first token, without `preempted`. Of "
+        "sequences that generate.",
+        {**ENGINE, "context_bucket": BUCKETS},
+        _R,
+        "seconds",
+        "cold_start_seconds",
+    ),
+    Metric(
+        "llmobs_latency_model_coefficient",
+        _G,
+        "Fitted prefill time = constant + linear * n + quadratic * n^2, in seconds, over the n "
+        "computed tokens (a cached prefix is not long). Absent while too few prefills, or too few "
+        "lengths, were seen.",
+        {**ENGINE, "term": TERMS},
+        _R,
+    ),
+    Metric(
+        "llmobs_latency_residual_ratio",
+        _H,
+        "Prefill time over what the fit from before it says for its computed tokens: above 1 it "
+        "was slow for its length. Without those for which nothing could be predicted.",
+        {**ENGINE, "context_bucket": BUCKETS},
+        _R,
+        "ratio",
+        "residual_ratios",
+    ),
+    Metric(
+        "llmobs_slo_target_seconds",
+        _G,
+        "The targets: the time to the first token, the longest gap between tokens.",
+        {**MODEL, "context_bucket": BUCKETS, "objective": OBJECTIVES},
+        _A,
         "seconds",
     ),
     Metric(

@@ -66,8 +66,8 @@ class DynamicTarget:
 
 @dataclass(frozen=True)
 class ColdStart:
-    """After `idle` without a prefill the next one of a bucket is a cold start; `exclude` takes
-    these requests out of the verdicts."""
+    """After `idle` without a step of the engine each bucket's next prefill is a cold start;
+    `exclude` takes these requests out of the verdicts on the first token."""
 
     idle: Seconds
     exclude: Switch

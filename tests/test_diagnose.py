@@ -29,6 +29,8 @@ def request(number: int, bucket: str = "0-1k") -> dict[str, Any]:
         "longest_gap": 0.1,
         "phases": phases,
         "first_token_phases": before,
+        "predicted_prefill": 0.01 if number % 2 else None,
+        "cold_start": number < 3,
     }
 
 
@@ -46,6 +48,8 @@ def test_the_slowest_one_in_a_hundred_and_where_their_time_went() -> None:
     assert sum(split.phases.values()) == pytest.approx(split.total)
     assert split.dominant == "queue"
     assert found.missed == ("first token",)
+    assert found.cold_starts == 3
+    assert found.slow_for_length == pytest.approx(2.0)
 
 
 def test_advice_names_the_reason_and_is_not_given_where_all_is_well() -> None:

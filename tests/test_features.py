@@ -69,7 +69,7 @@ def joined(name: str, kind: str) -> int:
 
 def test_the_vocabulary() -> None:
     assert BY_NAME[NAME].labels["feature"] == (
-        *("front_end", "http_edge", "worker"),
+        *("front_end", "http_edge", "latency_model", "worker"),
         *("host_cpu", "run_queue", "cgroup_cpu", "pressure"),
     )
     reasons = {(f.name, reason) for f in FEATURES for reason in f.reasons}
@@ -77,6 +77,8 @@ def test_the_vocabulary() -> None:
         ("front_end", "foreign_frontend"),
         ("http_edge", "foreign_frontend"),
         ("http_edge", "grpc"),
+        ("latency_model", "few_prefills"),
+        ("latency_model", "few_lengths"),
         ("worker", "ray"),
         ("host_cpu", "no_proc"),
         ("host_cpu", "no_permission"),
@@ -163,6 +165,7 @@ def test_the_page_says_why(tmp_path: Path) -> None:
     assert samples(run) == {
         (MODEL, "front_end", ""): 1,
         (MODEL, "http_edge", "grpc"): 0,
+        (MODEL, "latency_model", "few_prefills"): 0,
         (MODEL, "worker", "ray"): 0,
         (MODEL, "host_cpu", ""): 1,
         (MODEL, "run_queue", "no_schedstat"): 0,

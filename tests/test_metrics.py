@@ -97,6 +97,13 @@ CONTRACT = {
         "resource": ("cpu", "io", "memory"),
         "kind": ("some", "full"),
     },
+    "llmobs_cold_start_seconds": {"context_bucket": BUCKETS},
+    "llmobs_latency_model_coefficient": {"term": ("constant", "linear", "quadratic")},
+    "llmobs_latency_residual_ratio": {"context_bucket": BUCKETS},
+    "llmobs_slo_target_seconds": {
+        "context_bucket": BUCKETS,
+        "objective": ("first_token", "token_gap"),
+    },
 }
 
 

@@ -19,9 +19,10 @@ from llmobs import __version__, schema
 from llmobs.agent.run import Run, Source
 from llmobs.agent.signals import Samples
 from llmobs.features import FEATURES
-from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, Metric, Type
+from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, OBJECTIVES, TERMS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
 from llmobs.process import missing_probes
+from llmobs.slo import SLO
 
 FROM_TOTALS: dict[str, tuple[str, float]] = {
     "llmobs_requests_received_total": ("received", 1),
@@ -185,8 +186,11 @@ def _attached(run: Run) -> Samples:
 def _features(run: Run) -> Samples:
     samples: Samples = {}
     alive = [source for source in run.sources.values() if source.alive and source.models]
-    for model in {source.models[0] for source in alive}:
+    for model in _alive_models(run):
         lacking: dict[str, str] = {}
+        for engine in run.engines.values():
+            if engine.models[:1] == [model] and engine.latency.reason:
+                lacking["latency_model"] = engine.latency.reason
         for signal in run.signals:
             lacking |= signal.lacking()
         for source in alive:
@@ -196,6 +200,29 @@ def _features(run: Run) -> Samples:
             reason = lacking.get(feature.name, "")
             samples[model, feature.name, reason] = float(not reason)
     return samples
+
+
+def _alive_models(run: Run) -> set[str]:
+    """The served names of the servers that run."""
+    return {source.models[0] for source in run.sources.values() if source.alive and source.models}
+
+
+def _coefficients(run: Run) -> Samples:
+    samples: Samples = {}
+    for engine in run.engines.values():
+        if engine.models and engine.latency.coefficients is not None:
+            for term, value in zip(TERMS, engine.latency.coefficients, strict=True):
+                samples[engine.models[0], engine.name, term] = value
+    return samples
+
+
+def _targets(run: Run) -> Samples:
+    return {
+        (model, bucket.name, objective): SLO.target(place, objective)
+        for model in _alive_models(run)
+        for place, bucket in enumerate(SLO.buckets)
+        for objective in OBJECTIVES
+    }
 
 
 def _build(run: Run) -> Samples:
@@ -212,6 +239,8 @@ OWN: dict[str, Callable[[Run], Samples]] = {
     "llmobs_guard_errors_total": _guard,
     "llmobs_probe_attached": _attached,
     "llmobs_feature_available": _features,
+    "llmobs_latency_model_coefficient": _coefficients,
+    "llmobs_slo_target_seconds": _targets,
     "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},
     "llmobs_build_info": _build,
 }

@@ -25,6 +25,9 @@ class Finished(NamedTuple):
     """In the order of PHASES, they sum to `seconds`; the first only if it was never admitted."""
     first_token_phases: tuple[float, ...]
     """The same until the first token, they sum to `first_token`; empty if there was none."""
+    predicted_prefill: float | None
+    """What the fit from before it said of its phase `prefill`; None: nothing."""
+    cold_start: bool
 
 
 class FinishedRequests:

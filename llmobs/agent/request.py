@@ -137,6 +137,18 @@ def chosen_sequence(request: Request) -> tuple[Admission, Sequence, Sequence] | 
     return opening, start, sequence
 
 
+def predicted_prefill(request: Request) -> float | None:
+    """What the fit of prefill time by length said of the sequence that stands for it, in seconds;
+    None: nothing."""
+    chosen = chosen_sequence(request)
+    return chosen[1].predicted or None if chosen else None
+
+
+def cold_start(request: Request) -> bool:
+    """Whether one of its prefills was a cold start."""
+    return any(a.sequence.cold for a in request.admissions.values() if a.sequence is not None)
+
+
 def phases_of(request: Request) -> tuple[int, ...]:
     """Nanoseconds in each of PHASES; the first alone if it was never admitted."""
     if not request.admissions:

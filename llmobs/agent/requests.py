@@ -11,9 +11,11 @@ from llmobs.agent.request import (
     Admission,
     Request,
     TraceContext,
+    cold_start,
     first_token,
     first_token_phases_of,
     phases_of,
+    predicted_prefill,
 )
 from llmobs.agent.spans import operation
 from llmobs.agent.steps import SECOND, EngineView, Sequence
@@ -371,6 +373,8 @@ class RequestView:
                 first_token_phases=tuple(
                     [value / SECOND for value in first_token_phases_of(request, first)]
                 ),
+                predicted_prefill=predicted_prefill(request),
+                cold_start=cold_start(request),
             )
         )
 
@@ -455,7 +459,8 @@ class RequestView:
         target = SLO.buckets[bucket]
         name = target.name
         pooling = any(a.flags & Flag.POOLING for a in request.admissions.values())
-        if pooling or (request.outcome is Outcome.REJECTED and 400 <= request.status < 500):
+        refused = request.outcome is Outcome.REJECTED and 400 <= request.status < 500
+        if pooling or refused or (SLO.exclude_cold_starts and cold_start(request)):
             first = "excluded"
         else:
             first = "good" if ttft is not None and ttft <= target.first_token else "bad"

@@ -14,7 +14,7 @@ from llmobs.agent.requests import RequestView
 from llmobs.agent.signals import Signal
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
-from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness
+from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness, Type
 from llmobs.ring import SUFFIX, Reader, RingError
 from llmobs.schema import Kind
 from llmobs.slo import BUCKET_LIMITS
@@ -207,7 +207,7 @@ class Run:
             return
         self._prepared.add((model, engine))
         for metric in METRICS:
-            if metric.exactness is Exactness.RECORDS:
+            if metric.exactness is Exactness.RECORDS and metric.type is not Type.GAUGE:
                 self.store.prepare(metric, {"model_name": (model,), "engine": (engine,)})
         waits = "llmobs_queue_reason_seconds_total"
         self.store.add(waits, model, engine, HAND_OVER, amount=0)

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmobs.agent.request import Request, Segment, chosen_sequence, first_token, segments_of
+from llmobs.agent.request import (
+    Request,
+    Segment,
+    chosen_sequence,
+    cold_start,
+    first_token,
+    predicted_prefill,
+    segments_of,
+)
 from llmobs.agent.steps import EVENTS_KEPT, SECOND, EngineView, Sequence
 from llmobs.schema import BatchKind, Outcome, Route, Wait
 from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
@@ -133,6 +141,11 @@ class _Tree:
                 attributes["llm.first_token.engine"] = (engine_first - request.arrival) / SECOND
         if gaps:
             attributes["llm.token_gap.longest"] = max(gaps)
+        predicted = predicted_prefill(request)
+        if predicted is not None:
+            attributes["llm.latency.predicted"] = predicted
+        if cold_start(request):
+            attributes["llm.cold_start"] = True
         if request.trace.parent and not request.trace.sampled:
             # Whoever owns the parent did not export it: this trace has no beginning elsewhere.
             attributes["llm.parent_sampled"] = False
@@ -181,7 +194,7 @@ class _Tree:
         if sequence is None:
             return span
         span.attributes["llm.tokens.cached"] = sequence.cached
-        span.attributes["llm.tokens.computed"] = max(sequence.prompt - sequence.cached, 0)
+        span.attributes["llm.tokens.computed"] = sequence.computed
         span.events = self._chunks(sequence, segment)
         if self.engine is not None and sequence.first and segment.end >= sequence.first:
             steps = self.engine.steps_between(sequence.first - 1, sequence.first)

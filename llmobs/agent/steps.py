@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmobs import schema
+from llmobs.agent.coldstarts import ColdStarts
+from llmobs.agent.latency import LatencyModel
 from llmobs.agent.store import Histogram, Store
 from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState
 from llmobs.slo import BUCKET_NAMES, SLO
@@ -67,6 +69,10 @@ class Sequence:
     left: int = 0
     state: SequenceState = WAITING
     cached: int = 0
+    cold: bool = False
+    """Its prefill is a cold start of its context bucket."""
+    predicted: float = 0.0
+    """What the fit said at its start of its prefill, in seconds; 0: nothing."""
     ahead: int = 0
     ahead_tokens: int = 0
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
@@ -88,6 +94,19 @@ class Sequence:
     def counted(self) -> bool:
         """Whether its gaps go into the histogram step by step."""
         return self.complete and not self.flags & Flag.CUT
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that its prefill computes."""
+        return max(self.prompt - self.cached, 0)
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from first scheduled to the first token, without what preemptions took."""
+        lost = 0
+        for loss in self.preemptions:
+            lost += max(min(loss.end or self.first, self.first) - loss.start, 0)
+        return (self.first - self.started - lost) / SECOND
 
 
 class EngineView:
@@ -113,6 +132,8 @@ class EngineView:
         self.front_end = True
         """Whether some front end will speak of the sequences."""
         self.sequences: dict[int, Sequence] = {}
+        self.cold_starts = ColdStarts()
+        self.latency = LatencyModel()
         self.log: npt.NDArray[np.void] = np.zeros(STEPS_KEPT, STEP_COLUMNS)
         self._ends: npt.NDArray[np.int64] = self.log["end"]
         self.steps = 0
@@ -204,6 +225,7 @@ class EngineView:
         self.recomputing.clear()
         self.unmatched.clear()
         self.forwards.clear()
+        self.cold_starts.unknown()
 
     def forget(self, sequence: Sequence) -> None:
         """Its request is over. Where records were lost its end may be among them, and of those that
@@ -233,6 +255,7 @@ class EngineView:
         if sequence.state is WAITING:
             sequence.started = time
             sequence.cached = before
+            self._prefill_begins(sequence, time)
         elif x == Entry.RESUMED:
             sequence.to_recompute = max(sequence.to_recompute - before, 0)
         sequence.state = PREFILL
@@ -241,6 +264,27 @@ class EngineView:
             sequence.to_recompute -= tokens
             if sequence.to_recompute <= 0:
                 self.recomputing.setdefault(step & 0xFFFFFFFF, []).append(sequence)
+
+    def _prefill_begins(self, sequence: Sequence, time: int) -> None:
+        if sequence.complete and not sequence.flags & Flag.POOLING:
+            idle = (time - self.last_end) / SECOND if self.last_end else 0.0
+            sequence.cold = self.cold_starts.begins(sequence.cell % schema.BUCKETS, idle)
+            sequence.predicted = self.latency.predict(sequence.computed)
+
+    def _prefill_ends(self, sequence: Sequence) -> None:
+        if not sequence.complete:
+            return
+        bucket = sequence.cell % schema.BUCKETS
+        labels = self.model(sequence.cell), self.name, BUCKET_NAMES[bucket]
+        seconds = sequence.prefill
+        self.cold_starts.ends(bucket)
+        if sequence.predicted:
+            ratio = seconds / sequence.predicted
+            self.store.histogram("llmobs_latency_residual_ratio", *labels).observe(ratio)
+        if sequence.cold:
+            self.store.histogram("llmobs_cold_start_seconds", *labels).observe(seconds)
+        elif not sequence.preemptions:  # these two do not tell how long their length takes
+            self.latency.add(sequence.first, sequence.computed, seconds)
 
     def _preempt(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         sequence = self.sequences.get(z)
@@ -336,6 +380,7 @@ class EngineView:
             sequence.last = time
             if not sequence.first:
                 sequence.first, last = time, 0
+                self._prefill_ends(sequence)
             self._observe(sequence, time - last if last else None, tokens)
         if self.behind:
             for number in [n for n in self.behind if n not in seen]:
@@ -405,6 +450,8 @@ class EngineView:
         if not self.resync:
             self._stop_decoding(sequence)
         sequence.left = time
+        if sequence.cold and not sequence.first:
+            self.cold_starts.gives_up(sequence.cell % schema.BUCKETS)
         if sequence.complete:
             steps = self._token_steps(sequence, 1 << 62)
             times = self._ends[steps % STEPS_KEPT]

@@ -45,6 +45,9 @@ class Breakdown:
     """Of the requests with the longest time to the first token, until then."""
     whole: Split
     """Of the requests with the longest end-to-end time."""
+    cold_starts: int
+    slow_for_length: float | None
+    """The median of prefill time over what the fit said of its length."""
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -82,6 +85,14 @@ def _breakdown(bucket: ContextBucket, requests: list[dict[str, Any]]) -> Breakdo
         seconds_p99=float(np.quantile([r["seconds"] for r in requests], 0.99)),
         first_token=_split(answered, "first_token", "first_token_phases") if answered else None,
         whole=_split(requests, "seconds", "phases"),
+        cold_starts=sum(r["cold_start"] for r in requests),
+        slow_for_length=_quantile(
+            [
+                r["phases"]["prefill"] / r["predicted_prefill"] if r["predicted_prefill"] else None
+                for r in answered
+            ],
+            0.5,
+        ),
     )
 
 

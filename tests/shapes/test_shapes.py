@@ -252,7 +252,9 @@ def observe(shape: Shape, served: Served, parts: list[Part]) -> list[Call]:
 
 
 def features(page: Page) -> dict[str, float]:
-    return page.figures().by("feature", "llmobs_feature_available")
+    """Those that the shape decides."""
+    told = page.figures().by("feature", "llmobs_feature_available")
+    return {feature: value for feature, value in told.items() if feature in OBSERVED}
 
 
 def check_origin(page: Page, forked: bool) -> None:
