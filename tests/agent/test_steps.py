@@ -204,7 +204,23 @@ def found_requests(world: World) -> list[tuple[Any, ...]]:
     ]
 
 
+def check_cold_starts(world: World) -> None:
+    """The engine never idles for ten minutes here. Whose client left in its first prefill may have
+    left the cold start to nobody: others were through before."""
+    children = world.store.histograms.get("llmobs_cold_start_seconds", {})
+    for bucket in BUCKETS:
+        found = [child for labels, child in children.items() if labels[2] == bucket]
+        count, total = sum(sum(child.counts) for child in found), sum(c.sum for c in found)
+        begun = [life for life in world.begun if life.kind != "pooling"]
+        begun = [life for life in begun if life.bucket == bucket]
+        if begun and begun[0].tokens:
+            assert (count, round(total * 1e9)) == (1, begun[0].prefill)
+        else:
+            assert count <= min(1, sum(bool(life.tokens) for life in begun))
+
+
 def everything_agrees(world: World) -> None:
+    check_cold_starts(world)
     check_totals(world)
     check_steps(world)
     check_gaps(world)

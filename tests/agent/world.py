@@ -111,6 +111,14 @@ class Life:
         return first if first <= self.end else 0
 
     @property
+    def prefill(self) -> int:
+        """From first scheduled to the first token that came out, without what was lost to
+        preemptions."""
+        first = self.tokens[0][0]
+        lost = [max(min(loss[1] or first, first) - loss[0], 0) for loss in self.losses]
+        return first - self.started - sum(lost)
+
+    @property
     def phases(self) -> tuple[int, ...]:
         """preprocess, queue, prefill, preempted, decode, deliver: a state for each moment."""
         whole = self.outcome in (STOP, LENGTH)
@@ -187,6 +195,8 @@ class World:
         self.ahead = ahead
         self.lives: list[Life] = []
         self.by_name: dict[str, Life] = {}
+        self.begun: list[Life] = []
+        """In the order in which they were first scheduled."""
         self.steps: list[Step] = []
         self.in_flight: deque[Any] = deque()
         self.aborts: list[Life] = []
@@ -307,6 +317,7 @@ class World:
             life.preempted = False
             if not life.started:
                 life.started, life.owing = output.started, True
+                self.begun.append(life)
             if life.owing and (anew or before < life.request.num_tokens):
                 prefills += 1
             open_loss = life.losses and not life.losses[-1][1]

@@ -225,6 +225,36 @@ def rejections(served: Served) -> Part:
     return observe(served, calls, send_all)
 
 
+ROUNDS = 4
+ALONE = (100, 200, 400, 800, 1500, 3000, 6000, 6000, 8000)
+"""The second of 6,000 tokens is the first one again: cached."""
+
+
+@pytest.fixture(scope="module")
+def lengths(served: Served, streams: Part, variety: Part) -> list[Part]:
+    """Prompts of many lengths, one after the other: each round is a part."""
+    seeds = Seeds(6000)
+    parts = []
+    for _ in range(ROUNDS):
+        calls: list[Call] = []
+        ids: list[int] = []
+        for length in ALONE:
+            again = len(ids) == length
+            ids = ids if again else seeds.ids(length)
+            bucket = BUCKETS[(length > 1024) + (length > 4096)]
+            calls.append(
+                Call(
+                    *(bucket, length),
+                    lambda session, ids=ids: completion(
+                        session, served.url, ids, max_tokens=2, stream=True
+                    ),
+                    cached=(length - 1) // BLOCK * BLOCK if again else 0,
+                )
+            )
+        parts.append(observe(served, calls, lambda s, calls: send_all(s, calls, at_once=1)))
+    return parts
+
+
 @pytest.fixture(scope="module")
 def everything(
     streams: Part, variety: Part, beams: Part, aborts: Part, rejections: Part
@@ -500,6 +530,65 @@ def test_verdicts_on_streams_are_the_clients_own(streams: Part) -> None:
         surely = sum(wait > seconds * 1.2 for wait in waits)
         perhaps = sum(wait > seconds * 0.8 for wait in waits)
         assert surely <= bad <= perhaps
+
+
+# Cold starts, and prefill time by length
+
+
+def test_each_bucket_that_was_used_had_one_cold_start(
+    served: Served, lengths: list[Part], everything: list[Part]
+) -> None:
+    name = "llmobs_cold_start_seconds"
+    figures = served.page.figures()
+    used = {"0-1k": 1, "1k-4k": 1, "4k-32k": 1, "32k+": 0}
+    assert figures.by("context_bucket", f"{name}_count") == used
+    told = [request for request in served.page.requests() if request["cold_start"]]
+    assert Counter(request["context_bucket"] for request in told) == +Counter(used)
+    seconds = sum(request["phases"]["prefill"] for request in told)
+    assert figures.total(f"{name}_sum") == pytest.approx(seconds, abs=MILLISECOND)
+
+
+def test_prefill_time_by_length_is_known(served: Served, lengths: list[Part]) -> None:
+    figures = served.page.figures()
+    terms = figures.by("term", "llmobs_latency_model_coefficient")
+    assert set(terms) == {"constant", "linear", "quadratic"}
+    assert min(terms.values()) >= 0
+    assert figures.total("llmobs_feature_available", feature="latency_model") == 1
+    fitted = terms["constant"] + terms["linear"] * 6000 + terms["quadratic"] * 6000**2
+    waits = [c.answer.ttft for p in lengths for c in p.calls if c.prompt == 6000 and not c.cached]
+    assert min(waits) / 5 < fitted < max(waits) * 5
+
+
+def test_each_prefill_is_compared_with_what_was_predicted_before_it(lengths: list[Part]) -> None:
+    """Lengths like those of `streams` and `variety` from the first round on, all in the last."""
+    for part in lengths:
+        predicted = [r["predicted_prefill"] for r in part.requests]
+        compared = part.change.by("context_bucket", "llmobs_latency_residual_ratio_count")
+        known = by_bucket(
+            [c for c, seconds in zip(part.calls, predicted, strict=True) if seconds], lambda _: 1
+        )
+        assert compared == known
+        ratio = sum(
+            r["phases"]["prefill"] / p for r in part.requests if (p := r["predicted_prefill"])
+        )
+        total = part.change.total("llmobs_latency_residual_ratio_sum")
+        assert total == pytest.approx(ratio, rel=0.01)
+        assert all(
+            seconds for c, seconds in zip(part.calls, predicted, strict=True) if c.prompt < 8000
+        )
+
+
+def test_predictions_are_what_the_client_then_waits(lengths: list[Part]) -> None:
+    last = lengths[-1]
+    predicted = [request["predicted_prefill"] for request in last.requests]
+    waits = [call.answer.ttft for call in last.calls]
+    ratios = sorted(
+        wait / seconds for wait, seconds in zip(waits, predicted, strict=True) if seconds
+    )
+    assert 0.2 < ratios[len(ratios) // 2] < 5
+    assert predicted[0] < predicted[4] < predicted[6]  # 100, 1500, 6000
+    assert last.calls[7].cached > 5000
+    assert predicted[7] < predicted[6] / 3
 
 
 # The engine's steps

@@ -131,6 +131,10 @@ def check_tree(root: Span) -> None:
         assert CANARY not in json.dumps([span.attributes, span.events, span.resource])
 
 
+def _cold(root: Span) -> bool:
+    return root.attributes.get("llm.cold_start") is True
+
+
 def _below(span: Span) -> Iterator[Span]:
     yield span
     for child in span.children:
@@ -187,6 +191,8 @@ def test_a_mixed_run_is_told_whole(trace: Open) -> None:
     ]
     assert size(by_length[60]) <= 12  # 2,000 tokens
     assert by_length[60].attributes["gen_ai.usage.output_tokens"] == 2000
+    cold = [root.attributes["llm.context_bucket"] for root in roots if _cold(root)]
+    assert cold.count("0-1k") == 1
     chunks = next(s for s in _below(by_length[5000]) if s.name == "llm.prefill").events
     assert sum(about["llm.tokens.computed"] for _, about in chunks) == 5000
     rejected = by_length[None]
@@ -242,6 +248,12 @@ def test_the_ten_slowest_of_two_thousand_are_all_kept_and_explained(
         for place, request in enumerate(slowest):
             assert seconds[place] == pytest.approx(request["seconds"], abs=1e-3)
         assert len(run.roots(10)) < 1500  # the rest was in order, and 1 % of it is kept
+        roots = run.roots(10)
+        chats_kept = [r for r in roots if r.attributes["gen_ai.usage.input_tokens"] < 60]
+        predicted = [r.attributes.get("llm.latency.predicted") for r in chats_kept]
+        assert sum(seconds is not None for seconds in predicted) > len(predicted) / 2
+        assert all(0 < seconds < 5 for seconds in predicted if seconds is not None)
+        assert sum(map(_cold, roots)) <= 2
         for root in roots:
             for step in (s for s in _below(root) if s.name == "llm.decode.step"):
                 assert step.attributes["llm.batch.size"] >= 1
