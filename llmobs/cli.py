@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from llmobs import __version__
@@ -41,6 +42,24 @@ def parser() -> argparse.ArgumentParser:
     )
     diagnose.add_argument("--json", action="store_true", help="JSON on standard output")
 
+    postmortem = commands.add_parser(
+        "postmortem",
+        help="why a server ended, and what it was doing: from what it left behind",
+        description="Tells the end of a dead server in a page, from its rings and its flight "
+        "record; no agent or server need be alive. Of several servers the newest is told. Exit "
+        "code 1 when it did not end in good order.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  llmobs postmortem /dev/shm/llmobs-0              the server that ended last\n"
+        "  llmobs postmortem /dev/shm/llmobs-0/1234-567890\n"
+        "  llmobs postmortem /var/lib/llmobs                what LLMOBS_FLIGHT_DIR named\n"
+        "  llmobs postmortem --json /var/lib/llmobs | jq .cause\n",
+    )
+    postmortem.add_argument(
+        "folder", metavar="DIR", type=Path, help="a run folder, flight records, or their parent"
+    )
+    postmortem.add_argument("--json", action="store_true", help="JSON on standard output")
+
     agent = commands.add_parser(
         "agent",
         help="watch servers by hand (each server starts an agent by itself)",
@@ -64,7 +83,22 @@ def main(
         from llmobs.agent.__main__ import run
 
         return run(options)
+    if options.command == "postmortem":
+        return _postmortem(options, out, err)
     return _diagnose(options, out, err)
+
+
+def _postmortem(options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    from llmobs.postmortem import case, cause, show
+
+    try:
+        found = case.open_case(options.folder)
+    except case.CaseError as error:
+        print(f"llmobs postmortem: {error}", file=err)
+        return 2
+    why = cause.cause_of(found)
+    (show.show_json if options.json else show.show)(found, why, out)
+    return int(not why.good)
 
 
 def seconds(text: str) -> float:

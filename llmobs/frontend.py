@@ -531,6 +531,9 @@ def aborted(token: Any, request_ids: Any, output_processor: Any) -> None:
 
 def broken(token: Any, result: Any, output_processor: Any) -> None:
     """After OutputProcessor.propagate_error: the engine is dead, and all it had with it."""
+    ring = process.current().ring
+    if ring is not None:
+        ring.put(Kind.BROKEN, now())
     for request_id in list(output_processor.request_states):
         live = LIVE.pop(request_id, None)
         if live is not None:

@@ -65,12 +65,14 @@ def wrap(
     after: Observer,
     before: Callable[..., Any] | None = None,
     parameters: tuple[str, ...] = (),
+    raised: Callable[[str, Exception], None] | None = None,
 ) -> Callable[..., Any]:
     """Wrap a method: call `original` first, keep its result or exception, then observe.
 
     `after(token, result, instance, *wanted)` sees what `before(instance, *wanted)` returned (None
     without it) and the wanted parameters, bound by name whichever way they were passed; it is not
-    called when `before` or `original` raised.
+    called when `before` or `original` raised. `raised(probe, error)` is told when `original` did;
+    its caller gets that very exception.
     """
     failed = GUARD.failed
     pick = _picker(positions(original, parameters), parameters)
@@ -85,7 +87,15 @@ def wrap(
         except Exception:
             wanted = None  # without its token `after` could only do harm
             failed(probe)
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except Exception as error:
+            if raised is not None:
+                try:
+                    raised(probe, error)
+                except Exception:
+                    failed(probe)
+            raise
         if wanted is not None:
             try:
                 after(token, result, args[0], *wanted)

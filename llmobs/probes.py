@@ -22,7 +22,8 @@ class Probe:
     wrapped. `parameters` are handed to the observers, bound by name. `role` says in which process
     a probe belongs: until it is attached there it shows as 0, an `optional` one only where this
     vLLM has no place for it.
-    `transform` replaces the result (only an async generator needs it).
+    `transform` replaces the result (only an async generator needs it). `raised` is told of vLLM's
+    own exceptions.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Probe:
     after: Observer | None = None
     transform: Callable[[Any], Any] | None = None
     optional: bool = False
+    raised: Callable[[str, Exception], None] | None = None
 
 
 _OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
@@ -117,6 +119,7 @@ PROBES = (
         (f"{_SCHEDULER}.schedule",),
         before=engine.schedule_starts,
         after=engine.scheduled,
+        raised=process.raised,
     ),
     Probe(
         "update",
@@ -125,6 +128,7 @@ PROBES = (
         ("scheduler_output", "model_runner_output"),
         before=engine.update_starts,
         after=engine.updated,
+        raised=process.raised,
     ),
     Probe(
         "preempt",
@@ -151,6 +155,7 @@ PROBES = (
         ("scheduler_output",),
         before=worker.call_starts,
         after=worker.forwarded,
+        raised=process.raised,
     ),
     Probe(
         "sample",
@@ -158,6 +163,7 @@ PROBES = (
         (f"{_WORKER}.sample_tokens",),
         before=worker.call_starts,
         after=worker.sampled,
+        raised=process.raised,
     ),
     Probe(
         "trace_headers",
@@ -281,7 +287,12 @@ def _wrapped(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     if probe.transform is not None:
         return _transformed(probe.name, original, probe.transform)
     return wrap(
-        probe.name, original, probe.after or _nothing, probe.before, parameters=probe.parameters
+        probe.name,
+        original,
+        probe.after or _nothing,
+        probe.before,
+        parameters=probe.parameters,
+        raised=probe.raised,
     )
 
 

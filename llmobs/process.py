@@ -1,5 +1,6 @@
 """What the probes of one process share: the ring, the model names, the agent."""
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmobs import __version__, schema
+from llmobs.children import Children
 from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
@@ -28,6 +30,11 @@ MISSING = "missing-"
 """Followed by the server and the probe: an empty file, by which the agent knows it too."""
 WATCH_SECONDS = 1.0
 STARTS_UNSAID = 2
+ALIVE_WALL = schema.PROCESS_CELL["alive_wall_ns"]
+ALIVE = schema.PROCESS_CELL["alive_ns"]
+RAISED_KEPT = 20
+"""Exceptions of vLLM's that are recorded: one is enough to end it."""
+NAME_BYTES = 72
 SPAWN_GRACE_SECONDS = 10.0
 """How long a started agent may take to the lock before another process starts one."""
 
@@ -41,6 +48,8 @@ class Process:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.began = time.time()
+        self.raises = 0
         self.ring: Writer | None = None
         self.models: list[str] = []
         self.roles: list[str] = []
@@ -91,11 +100,16 @@ class Process:
                 self._count_failure(probe, failures)
             for probe in self.missing:
                 self._say_missing(probe)
-            if self.settings.agent is None:
-                watch = threading.Thread(
-                    target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
-                )
-                watch.start()
+            atexit.register(self._ends)
+            watch = threading.Thread(
+                target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
+            )
+            watch.start()
+
+    def _ends(self) -> None:
+        """Python ends this process in good order: it was neither killed, nor did it crash."""
+        if self.ring is not None and self is current():
+            self.ring.put(schema.Kind.EXIT, time.monotonic_ns(), 0, 1)
 
     def _run_folder(self) -> Path:
         if self.settings.agent is not None:
@@ -116,6 +130,7 @@ class Process:
             "vllm": str(getattr(sys.modules.get("vllm"), "__version__", None) or "unknown"),
             "server": Path(os.environ.get(SERVER_RUN, "")).name,
             "resource": self.settings.resource,
+            "began": self.began,
             "roles": self.roles,
             "models": self.models,
             "probes": self.probes,
@@ -265,12 +280,30 @@ def spawn_agent(folder: Path) -> None:
     starter.wait()  # it forks at once and ends, so that nobody has to reap the agent
 
 
+def raised(probe: str, error: Exception) -> None:
+    """A method of vLLM's raised: most often the last thing that its process does."""
+    state = current()
+    if state.ring is not None and state.raises < RAISED_KEPT:
+        state.raises += 1
+        kind = type(error)
+        # The class alone: what the exception says may quote a prompt.
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        number = state.probe_numbers.get(probe, 0)
+        text = name.encode()[:NAME_BYTES]
+        state.ring.put_text(schema.Kind.RAISED, time.monotonic_ns(), text, number)
+
+
 def _watch(process: Process, folder: Path) -> None:
-    """Keep an agent alive as long as this process lives, and say once where the metrics are."""
+    """As long as this process lives: say so, and see how its children end; keep an agent alive, and
+    say once where the metrics are."""
     said: list[str] = []
     stamp = folder / "agent.started"
     starts = 0  # since an agent was last seen to run
+    children = Children()
     while process is current() and process.ring is not None:
+        if process.settings.agent is not None:
+            _look_round(process.ring, children, WATCH_SECONDS)
+            continue
         speaker = process.roles[0] == "api_server" or "front_end" in process.lacking
         try:
             if not process.ring.path.exists():
@@ -299,7 +332,18 @@ def _watch(process: Process, folder: Path) -> None:
             pass  # removed at this very moment, see above
         except Exception:
             GUARD.failed("watch")
-        time.sleep(WATCH_SECONDS)
+        _look_round(process.ring, children, WATCH_SECONDS)
+
+
+def _look_round(ring: Writer, children: Children, seconds: float) -> None:
+    """Say that this process lives, then wait: so long, or until a child ends."""
+    try:
+        ring.cells[ALIVE_WALL], ring.cells[ALIVE] = time.time_ns(), time.monotonic_ns()
+        for pid, code in children.wait(seconds).items():
+            ring.put(schema.Kind.EXIT, time.monotonic_ns(), 0, 0, 0, pid, code)
+    except Exception:
+        GUARD.failed("watch")
+        time.sleep(seconds)
 
 
 def _say(folder: Path, said: list[str]) -> list[str]:

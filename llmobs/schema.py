@@ -121,6 +121,16 @@ class Kind(IntEnum):
     SAMPLE = 33
     """Worker.sample_tokens returned; start."""
 
+    # any process, about processes
+    EXIT = 43
+    """x=0: a child of this process ended: its pid, and its exit code, or minus the number of the
+    signal. x=1: this process itself comes to an end of its own will."""
+    RAISED = 44
+    """A method of vLLM's raised. The name of the exception's class in place of the columns, x bytes
+    of it; y: which part; z: the probe's number."""
+    BROKEN = 45
+    """The front end learned that its engine is dead; the ends of its requests follow."""
+
 
 class Route(IntEnum):
     """What sort of endpoint a request came by."""
@@ -249,6 +259,7 @@ PER_PROCESS: dict[str, tuple[str, ...]] = {
     "last_step_wall_ns": (),
     "edges_ended": (),
     "alive_wall_ns": (),
+    "alive_ns": (),
 }
 FLOAT_TOTALS = frozenset({"log_moment"})
 """These cells are doubles; all others are integers."""

@@ -32,7 +32,8 @@ class Settings:
     """What the user set; see docs/settings.md for each variable's meaning.
 
     `run_base` holds one run folder per server. `ring_bytes` is the size of one process's ring.
-    `agent` is a run folder that an agent already watches: none is started then. `page` is False
+    `agent` is a run folder that an agent already watches: none is started then. `flight` is where
+    the agent writes what a post-mortem needs, beside the run folder. `page` is False
     when OTEL_METRICS_EXPORTER says that no metrics are wanted. `trace_share` is the share of the
     requests in order whose traces are kept beside those that are not (None: no traces at all);
     `traces_exporter` and `metrics_otlp` are what OpenTelemetry's variables ask for, `resource` its
@@ -43,6 +44,7 @@ class Settings:
     run_base: Path
     ring_bytes: int
     agent: Path | None
+    flight: Path | None
     host: str
     port: int
     page: bool
@@ -189,6 +191,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             lambda n: 4096 <= n <= 1024 * MIB,
         ),
         agent=_path(environ, "LLMOBS_AGENT"),
+        flight=_path(environ, "LLMOBS_FLIGHT_DIR"),
         host=environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "").strip() or "localhost",
         port=_number(
             environ,

@@ -19,7 +19,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     ring.cells[0], ring.cells[100] = 5, -6
     content = (tmp_path / "a.ring").read_bytes()
     magic, version, slot, capacity = struct.unpack_from("<8sIIQ", content)
-    assert (magic, version, slot, capacity) == (b"LLMOBSR1", 1, 104, 4)
+    assert (magic, version, slot, capacity) == (b"LLMOBSR1", 2, 104, 4)
     (length,) = struct.unpack_from("<I", content, 28)
     assert content[64 : 64 + length] == b'{"roles": []}'
     assert struct.unpack_from("<q", content, 16384) == (5,)
@@ -54,6 +54,9 @@ def test_vocabularies() -> None:
         "MORE": 25,
         "FORWARD": 32,
         "SAMPLE": 33,
+        "EXIT": 43,
+        "RAISED": 44,
+        "BROKEN": 45,
     }
     assert schema.names(schema.Outcome) == ("stop", "length", "abort", "error", "rejected")
     assert schema.names(schema.BatchKind) == ("prefill", "decode", "mixed")

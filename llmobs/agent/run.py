@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmobs import schema
-from llmobs.agent.requests import RequestView
+from llmobs.agent.requests import U64, RequestView
 from llmobs.agent.signals import Signal
 from llmobs.agent.steps import EngineView
 from llmobs.agent.store import Store
@@ -27,6 +27,40 @@ BATCH = 2048
 """Records at a time: as Python's objects they take six times their place in the ring."""
 PROCESS_ROLES = ("api_server", "engine_core", "worker")
 FRONT_KINDS = frozenset({k for k in Kind if k < Kind.JOIN})
+PROCESS_KINDS = frozenset({Kind.EXIT, Kind.RAISED, Kind.BROKEN})
+
+
+class Raised(NamedTuple):
+    """A method of vLLM's raised: when (monotonic), the exception's class, the probe that saw it."""
+
+    time: int
+    name: str
+    probe: int
+
+
+class Fate:
+    """What a process told of its own end, and of its children's. Times are monotonic."""
+
+    def __init__(self) -> None:
+        self.children: dict[int, tuple[int, int]] = {}
+        """By pid: when the end was seen, and the exit code or minus the signal."""
+        self.raised: list[Raised] = []
+        self.broken = 0
+        """When the front end learned that its engine is dead."""
+        self.ends = 0
+        """When the process came to an end in good order."""
+
+    def feed(self, record: tuple[Any, ...]) -> None:
+        _, kind, x, _, z, columns, time_, _ = record
+        if kind == Kind.RAISED:
+            text = b"".join((c & U64).to_bytes(8, "little") for c in columns)[:x]
+            self.raised.append(Raised(time_, text.decode(errors="replace"), z))
+        elif kind == Kind.BROKEN:
+            self.broken = self.broken or time_
+        elif x:
+            self.ends = time_
+        else:
+            self.children[columns[0]] = time_, columns[1]
 
 
 class FairLock:
@@ -63,6 +97,9 @@ class Source:
         """The cumulative totals as of the last look."""
         self.engine: EngineView | None = None
         self.looks = 0
+        self.fate = Fate()
+        self.newest = 0
+        """When its newest record was written (monotonic)."""
 
     @property
     def roles(self) -> list[str]:
@@ -100,8 +137,13 @@ class Source:
 class Run:
     """All that is known of one server. `lock` guards everything."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, autopsy: bool = False, until: int | None = None) -> None:
         self.folder = folder
+        self.autopsy = autopsy
+        """For a post-mortem: what is open stays open, be its process dead or not."""
+        self.until = until
+        """What was recorded after this moment (monotonic) is not taken in then."""
+        self.complains = logging.DEBUG if autopsy else logging.WARNING
         self.lock = FairLock()
         self.store = Store()
         self.requests = RequestView(self.store)
@@ -120,6 +162,17 @@ class Run:
         """Read all that is new in all rings; returns the number of records."""
         with self.lock:
             return self._poll()
+
+    def read_dead(self) -> None:
+        """Read all rings to their end, for a post-mortem."""
+        with self.lock:
+            self._discover()
+            for source in self.sources.values():
+                quiet = 0
+                while quiet < 2 and not source.drained:  # a torn record is looked at twice
+                    quiet = 0 if self._read(source) else quiet + 1
+            for engine in self.engines.values():
+                engine.match()
 
     def _poll(self) -> int:
         self._discover()
@@ -150,7 +203,7 @@ class Run:
                 reader = Reader(self.folder / name)
             except RingError as error:
                 if name not in self._refusals or not error.passing:
-                    log.warning("ring refused: %s", error)
+                    log.log(self.complains, "ring refused: %s", error)
                 self._refusals.add(name)
                 if not error.passing:
                     self.refused[name] = str(error)
@@ -217,12 +270,13 @@ class Run:
         alive = True
         try:
             self._tail(source)
-            if source.records == before and not source.reader.alive():
+            if source.records == before and not self.autopsy and not source.reader.alive():
                 alive = False
                 self._tail(source)  # once more: now what the dead process wrote is all there
         except Exception as error:
             # A ring is only bytes: whatever they say, it must not cost us the other rings.
-            log.warning(
+            log.log(
+                self.complains,
                 "ring given up: %s",
                 error if isinstance(error, RingError) else f"{source.reader.path}: {error!r}",
             )
@@ -257,7 +311,7 @@ class Run:
                 break
             source.records += len(batch.records)
             self._feed(source, batch.rows())
-        if source.gapped and "api_server" in source.roles:
+        if source.gapped and "api_server" in source.roles and not self.autopsy:
             ended = source.cells[schema.PROCESS_CELL["edges_ended"]]
             self.requests.missed_ends(source.number, ended)
             for (model, bucket), count in source.ended().items():
@@ -275,10 +329,15 @@ class Run:
             self.requests.gap(source.number)
 
     def _feed(self, source: Source, records: list[tuple[Any, ...]]) -> None:
-        engine, number = source.engine, source.number
+        engine, number, until = source.engine, source.number, self.until
+        source.newest = max(source.newest, records[-1][6]) if records else source.newest
         for place, record in enumerate(records):
             try:
-                if record[1] in FRONT_KINDS:
+                if record[1] in PROCESS_KINDS:
+                    source.fate.feed(record)
+                elif until is not None and record[6] > until:
+                    continue
+                elif record[1] in FRONT_KINDS:
                     self.requests.feed(number, record)
                 elif engine is not None:
                     engine.feed(record)
@@ -286,7 +345,7 @@ class Run:
                 # Whole by its number, nonsense by its content: what it stands among is no better.
                 # The totals are not made of records and still count.
                 if not source.damaged:
-                    log.warning("ring damaged: %s: %r", source.reader.path, error)
+                    log.log(self.complains, "ring damaged: %s: %r", source.reader.path, error)
                 source.damaged = True
                 self._gap(source, len(records) - place)
                 break

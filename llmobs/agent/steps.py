@@ -21,6 +21,7 @@ WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
 SECOND = 1e9
 SETTLE_NS = 500_000_000
 EVENTS_KEPT = 16
+PREEMPTIONS_KEPT = 10_000
 STEPS_KEPT = 1 << 17
 """Eleven minutes at 200 steps a second. Sequences that decode for longer are folded."""
 
@@ -28,7 +29,7 @@ STEP_COLUMNS = np.dtype(
     [
         *[(name, "<i8") for name in ("start", "scheduled", "update", "end")],
         *[(name, "<i8") for name in ("forward_start", "forward", "sampling_start", "sampling")],
-        *[(name, "<i4") for name in ("sequences", "tokens", "waiting", "longest")],
+        *[(name, "<i4") for name in ("sequences", "tokens", "out", "waiting", "longest")],
         ("kind", "u1"),
         ("wait", "u1"),
     ]
@@ -84,6 +85,8 @@ class Sequence:
     preemptions: list[Preemption] = field(default_factory=list)
     longest_gap: int = 0
     """Of what was folded away, and after the end of everything; nanoseconds."""
+    folded: int = 0
+    """Tokens that it yielded in steps that were folded away."""
     booked: int = 0
     """Tokens whose gaps went into the histogram when they were folded away (cut sequences only)."""
     emitted: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
@@ -146,6 +149,10 @@ class EngineView:
         self.pairs: list[int] = []
         self.skips: list[int] = []
         self.more: list[int] = []
+        self.summed = False
+        """Whether tokens of a step were told by their sum over many sequences."""
+        self.preempted: deque[int] = deque(maxlen=PREEMPTIONS_KEPT)
+        """When sequences were preempted, lately."""
         self.recomputing: dict[int, list[Sequence]] = {}
         self.resync = False
         self.snapshot: set[int] | None = None
@@ -287,6 +294,7 @@ class EngineView:
             self.latency.add(sequence.first, sequence.computed, seconds)
 
     def _preempt(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        self.preempted.append(time)
         sequence = self.sequences.get(z)
         if sequence is None:
             return
@@ -313,9 +321,10 @@ class EngineView:
 
     def _more(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         self.more += _numbers(columns)[:x]
+        self.summed = True
 
     def _step(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
-        start, scheduled, update, count, tokens, _, waiting = columns[:7]
+        start, scheduled, update, count, tokens, out, waiting = columns[:7]
         index = self.steps
         self.steps += 1
         if self.longest_left:
@@ -324,7 +333,7 @@ class EngineView:
             self.longest_left = False
         self.log[index % STEPS_KEPT] = (
             *(start, scheduled, update, time, 0, 0, 0, 0),
-            *(count, tokens, waiting, self.longest, x, y),
+            *(count, tokens, out, waiting, self.longest, x, y),
         )
         self.sizes(x).observe(count)
         self.stage("schedule", x).observe((scheduled - start) / SECOND)
@@ -479,6 +488,8 @@ class EngineView:
                 sequence.booked += tokens
                 self._book(sequence, gaps, tokens - len(steps) + 1)
             keep = int(steps[-1]) if len(steps) else limit
+            more = sum(n - 1 for step, n in sequence.odd.items() if step < keep)
+            sequence.folded += max(len(steps) - 1, 0) + more
             sequence.runs = [[max(a, keep), b] for a, b in sequence.runs if b < 0 or b >= keep]
             sequence.skipped = [step for step in sequence.skipped if step >= keep]
             sequence.odd = {step: n for step, n in sequence.odd.items() if step >= keep}
@@ -496,6 +507,14 @@ class EngineView:
         if sequence.skipped:
             steps = steps[~np.isin(steps, sequence.skipped)]
         return np.unique(steps)
+
+    def tokens_of(self, sequence: Sequence) -> int:
+        """What a sequence that is still here has yielded so far: at least, where records are
+        missing or (by speculation) several tokens of a step are told by their sum only."""
+        newest = self.steps - 1
+        ran = sum((last if last >= 0 else newest) - first + 1 for first, last in sequence.runs)
+        more = sum(n - 1 for n in sequence.odd.values())
+        return sequence.folded + ran - len(sequence.skipped) + more
 
     def steps_between(self, start: int, end: int) -> npt.NDArray[np.void]:
         """The steps that ended after `start` and not after `end`, as far as the log goes back."""

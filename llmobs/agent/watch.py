@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from llmobs.agent.collect import RunCollector
+from llmobs.agent.flight import Flight
 from llmobs.agent.host import Host
 from llmobs.agent.owner import owner_of
 from llmobs.agent.page import serve
@@ -66,6 +67,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
         run.skip_to_newest()
     run.signals.append(Host(run))
     run.poll()
+    run.signals.append(Flight(run, settings.flight, state.say))
     registry = CollectorRegistry()
     registry.register(RunCollector(run))
     if settings.page:

@@ -1,0 +1,160 @@
+"""Finding what a server left behind, and reading it: its rings, and the agent's flight record."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmobs import schema
+from llmobs.agent.flight import SUFFIX, VERSION
+from llmobs.agent.scene import dead_scene
+from llmobs.ring import SUFFIX as RING
+from llmobs.ring import Reader, RingError
+
+ACCEPTED = (
+    "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a folder of flight records "
+    "(LLMOBS_FLIGHT_DIR), or a folder that holds some"
+)
+WALLS = [schema.PROCESS_CELL[name] for name in ("alive_wall_ns", "last_step_wall_ns")]
+
+
+class CaseError(Exception):
+    """There is nothing to tell; the text says why and what is accepted, in one line."""
+
+
+@dataclass
+class Remains:
+    """What was found of one server. `last` is its last sign of life (Unix seconds)."""
+
+    server: str
+    last: float = 0.0
+    rings: Path | None = None
+    records: list[tuple[float, Path, dict[str, Any]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that is known of the end of one server. `scene` is as scene.py tells it; `agent` is None
+    without a flight record."""
+
+    server: str
+    scene: dict[str, Any]
+    samples: list[dict[str, Any]]
+    agent: dict[str, Any] | None
+    host: str | None
+    read: tuple[str, ...]
+    """What it was read from."""
+    others: tuple[str, ...]
+    """Servers that something is left of, too."""
+
+
+def open_case(folder: Path) -> Case:
+    """The newest server of which something lies in a folder. Raises CaseError."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise CaseError(f"{folder} {what}; {ACCEPTED}")
+    found: dict[str, Remains] = {}
+    try:
+        for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
+            for remains in _remains(place):
+                _join(found.setdefault(remains.server, remains), remains)
+    except OSError as error:
+        raise CaseError(f"{error.filename or folder}: {error.strerror}; {ACCEPTED}") from error
+    if not found:
+        raise CaseError(f"{folder} holds neither rings nor flight records; {ACCEPTED}")
+    newest = max(found.values(), key=lambda remains: remains.last)
+    return _read(newest, tuple(sorted(found.keys() - {newest.server})))
+
+
+def _join(known: Remains, more: Remains) -> None:
+    known.last = max(known.last, more.last)
+    known.rings = known.rings or more.rings
+    if more is not known:
+        known.records += more.records
+
+
+def _remains(folder: Path) -> Iterator[Remains]:
+    for path in sorted(folder.glob(f"*{RING}")):
+        try:
+            reader = Reader(path)
+        except RingError:
+            continue
+        try:
+            cells = reader.totals()
+            server = str(reader.info().get("server") or folder.name)
+            yield Remains(server, max(cells[wall] for wall in WALLS) / 1e9, folder)
+        except RingError:
+            pass
+        finally:
+            reader.close()
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        record = _record(path)
+        if record is not None:
+            written = float(record["written"])
+            remains = Remains(str(record["server"]), written, records=[(written, path, record)])
+            run_folder = Path(record["run_folder"])
+            if run_folder != folder and run_folder.is_dir():  # more truth than was copied
+                rings = [r for r in _rings_only(run_folder) if r.server == remains.server]
+                remains.rings = rings[0].rings if rings else None
+            yield remains
+
+
+def _rings_only(folder: Path) -> Iterator[Remains]:
+    return (remains for remains in _remains(folder) if remains.rings is not None)
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+        if record["version"] == VERSION and record["scene"] and float(record["written"]):
+            str(record["server"]), str(record["run_folder"]), list(record["samples"])
+            return dict(record)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def _read(remains: Remains, others: tuple[str, ...]) -> Case:
+    written, path, record = max(remains.records, default=(0.0, None, {}), key=lambda r: r[0])
+    scene: dict[str, Any] | None = None
+    read = []
+    if remains.rings is not None:
+        try:
+            scene = dead_scene(remains.rings, remains.server)
+            read.append(f"the rings in {remains.rings}")
+        except (LookupError, OSError, ValueError) as error:
+            if not record:
+                raise CaseError(f"{remains.rings}: its rings cannot be read ({error})") from error
+    if record:
+        read.append(f"the flight record {path}")
+        scene = _truer(scene, record["scene"]) if scene is not None else record["scene"]
+    if scene is None:
+        raise CaseError(f"nothing of the server {remains.server} can be read; {ACCEPTED}")
+    agent = {**record["agent"], "written": written} if record else None
+    return Case(
+        server=remains.server,
+        scene=scene,
+        samples=list(record.get("samples", ())),
+        agent=agent,
+        host=record.get("host"),
+        read=tuple(read),
+        others=others,
+    )
+
+
+def _truer(rings: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """The rings go to the very last moment, but may not go back far enough; the agent had seen what
+    was overwritten since."""
+    scene = dict(rings)
+    if rings["lost"]:
+        if sum(s["steps"] for s in record["trend"]) > sum(s["steps"] for s in rings["trend"]):
+            scene["trend"] = record["trend"]
+        if _count(record) > _count(rings):
+            for name in ("in_flight", "requests", "waiting"):
+                scene[name] = record[name]
+    return scene
+
+
+def _count(scene: dict[str, Any]) -> int:
+    return sum(n for phases in scene["in_flight"].values() for n in phases.values())
