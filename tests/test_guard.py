@@ -81,6 +81,31 @@ def test_the_hosts_exception_passes_unchanged(
     assert seen == []
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(HostError("theirs"), 1), (KeyboardInterrupt(), 0), (SystemExit(3), 0), (GeneratorExit(), 0)],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_is_told_of_the_hosts_exceptions_changes_nothing(
+    error: BaseException, told: int, fails: bool
+) -> None:
+    seen: list[Any] = []
+
+    def raised(probe: str, error: Exception) -> None:
+        seen.append((probe, error))
+        if fails:
+            raise RuntimeError("ours")
+
+    call = wrap("probe", Host.call, lambda *_: None, raised=raised)
+    assert call(Host(), 1) == "result"
+    with pytest.raises(type(error)) as caught:
+        call(Host(), error)
+    assert caught.value is error
+    assert caught.value.__context__ is None
+    assert seen == [("probe", error)] * told
+    assert GUARD.failures == ({"probe": 1} if fails and told else {})
+
+
 @pytest.mark.parametrize("before", [None, lambda *_: "token"])
 @pytest.mark.parametrize(
     ("arguments", "keywords", "first", "second"),

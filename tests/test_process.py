@@ -21,6 +21,7 @@ from llmobs import process, schema
 from llmobs.guard import GUARD
 from llmobs.process import Process, current, mark_server
 from llmobs.ring import Reader, start_ticks
+from tests.rings import read_all
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -368,3 +369,80 @@ def test_a_bare_python_starts_nothing(tmp_path: Path) -> None:
     assert done.stdout.split()[:2] == ["True", "False"]
     assert not (tmp_path / "runs").exists()
     assert not running_with(tmp_path)
+
+
+# What a post-mortem goes by
+
+DYING = """
+import multiprocessing, os, sys, time
+from llmobs import process
+
+def child():
+    process.current().open("worker", "m")
+    print("child", os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    process.mark_server()
+    state = process.current()
+    state.open("engine_core", "m")
+    made = multiprocessing.get_context("fork").Process(target=child)
+    made.start()
+    while sys.stdin.readline() == "raise\\n":
+        kind = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})
+        process.raised("forward", kind("a prompt"))
+        process.raised("forward", ValueError("a prompt"))
+        print("raised", flush=True)
+"""
+
+
+def test_signs_of_life_and_how_it_ended(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes say that they live; the parent sees its child end, and says good-bye itself.
+    Of what was raised the class alone is kept."""
+    monkeypatch.setenv("LLMOBS_RING_BYTES", "100000")
+    monkeypatch.setenv("LLMOBS_AGENT", str(runs))  # so that no agent is started
+    runs.mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline().split()[1])
+    parent.stdin.write("raise\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "raised\n"
+
+    def beats() -> list[float]:
+        cells = [Reader(ring).totals() for ring in sorted(runs.glob("*.ring"))]
+        return [c[schema.PROCESS_CELL["alive_wall_ns"]] / 1e9 for c in cells]
+
+    deadline = time.time() + 20
+    while (len(beats()) < 2 or min(beats()) < time.time() - 3) and time.time() < deadline:
+        time.sleep(0.1)
+    assert len(beats()) == 2
+    assert min(beats()) == pytest.approx(time.time(), abs=5)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(0.2)
+    (stopped,) = runs.glob("worker*.ring")
+    before = Reader(stopped).totals()[schema.PROCESS_CELL["alive_wall_ns"]]
+    time.sleep(1.5)
+    assert Reader(stopped).totals()[schema.PROCESS_CELL["alive_wall_ns"]] == before
+    os.kill(child, signal.SIGKILL)
+    (ring,) = runs.glob("engine_core*.ring")
+
+    def told() -> list[tuple[int, int, int, int]]:
+        return [(r[1], r[2], r[5][0], r[5][1]) for r in read_all(Reader(ring))[0] if r[1] == 43]
+
+    while not told() and time.time() < deadline:
+        time.sleep(0.05)
+    assert told() == [(43, 0, child, -9)]
+    parent.stdin.close()
+    assert parent.wait(20) == 0
+    assert told() == [(43, 0, child, -9), (43, 1, 0, 0)]
+    texts = [
+        b"".join(c.to_bytes(8, "little", signed=True) for c in r[5])[: r[2]]
+        for r in read_all(Reader(ring))[0]
+        if r[1] == 44
+    ]
+    assert texts == [b"torch.OutOfMemoryError", b"ValueError"]
+    assert b"a prompt" not in ring.read_bytes()

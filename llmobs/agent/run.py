@@ -151,7 +151,7 @@ class Run:
         """By server and engine: several servers may share an agent, and their engines' numbers."""
         self.sources: dict[str, Source] = {}
         self.signals: list[Signal] = []
-        self.say: Callable[[str], None] = log.warning
+        self.say: Callable[[str], None] = log.debug if autopsy else log.warning
         """Where a person reads it: in the server's log, once the agent has one."""
         self.refused: dict[str, str] = {}
         self._refusals: set[str] = set()

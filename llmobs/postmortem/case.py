@@ -11,6 +11,7 @@ from llmobs.agent.flight import SUFFIX, VERSION
 from llmobs.agent.scene import dead_scene
 from llmobs.ring import SUFFIX as RING
 from llmobs.ring import Reader, RingError
+from llmobs.slo import BUCKET_LIMITS
 
 ACCEPTED = (
     "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a folder of flight records "
@@ -81,9 +82,11 @@ def _remains(folder: Path) -> Iterator[Remains]:
         except RingError:
             continue
         try:
-            cells = reader.totals()
-            server = str(reader.info().get("server") or folder.name)
-            yield Remains(server, max(cells[wall] for wall in WALLS) / 1e9, folder)
+            info, cells = reader.info(), reader.totals()
+            last = max(cells[wall] for wall in WALLS) / 1e9
+            if info.get("buckets", BUCKET_LIMITS) != BUCKET_LIMITS:
+                last = float(info.get("began", 0.0))  # its totals stand elsewhere
+            yield Remains(str(info.get("server") or folder.name), last, folder)
         except RingError:
             pass
         finally:
@@ -125,7 +128,10 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
             read.append(f"the rings in {remains.rings}")
         except (LookupError, OSError, ValueError) as error:
             if not record:
-                raise CaseError(f"{remains.rings}: its rings cannot be read ({error})") from error
+                raise CaseError(
+                    f"{remains.rings}: its rings cannot be read ({error}); if the server went by a "
+                    "LLMOBS_SLO_FILE of its own, name the same one here"
+                ) from error
     if record:
         read.append(f"the flight record {path}")
         scene = _truer(scene, record["scene"]) if scene is not None else record["scene"]

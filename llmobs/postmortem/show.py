@@ -71,7 +71,10 @@ def _head(console: Console, case: Case) -> None:
         ago = last - agent["written"]
         console.print(f"Its agent ended {duration(ago)} before it; what it samples ends there.")
     if agent is not None and agent["restarts"]:
-        console.print(f"Its agent had been started again {agent['restarts']} times.")
+        times = agent["restarts"]
+        console.print(
+            f"Its agent had been started again {'once' if times == 1 else f'{times} times'}."
+        )
     console.print()
 
 

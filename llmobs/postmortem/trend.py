@@ -44,7 +44,15 @@ def columns(scene: Figures, samples: list[Figures]) -> list[Column]:
         totals = [[v for s in p if (v := _figure(s, name, **labels)) is not None] for p in placed]
         if any(totals):
             found.append(Column(title, _growth(totals)))
-    return found
+    return _since_the_first(found)
+
+
+def _since_the_first(found: list[Column]) -> list[Column]:
+    """Without the stretches before there was anything."""
+    empty = {NOTHING, "0"}
+    rows = list(zip(*(column.values for column in found[1:]), strict=True))
+    first = next((i for i, row in enumerate(rows) if set(row) - empty), len(rows) - 1)
+    return [Column(column.title, column.values[first:]) for column in found]
 
 
 def _sum(stretch: list[Figures], name: str) -> float:
