@@ -82,19 +82,22 @@ class Cgroup:
         return counted.since(before)
 
 
-def levels(proc: Path, root: Path, pid: int, membership: str) -> list[Path]:
-    """The folders of a process's cgroup and of those above it that can be seen, its own first.
+def levels(
+    proc: Path, root: Path, pid: int, membership: str, controller: str = "cpu"
+) -> list[Path]:
+    """The folders of a process's cgroup and of those above it that can be seen, its own first: in
+    the hierarchy that has the controller.
 
     The paths in /proc/PID/cgroup and in mountinfo both begin at the reader's own cgroup namespace,
     with `..` for what is above it. What no mount of ours shows (the agent is in another container),
     one of the process's own may, through /proc/PID/root.
     """
-    kind, path = _cpu_path(membership)
+    kind, path = _path(membership, controller)
     process = proc / str(pid)
     denied: PermissionError | None = None
     for mounts, prefix in ((proc / "self", root), (process, process / "root")):
         try:
-            found = _levels((mounts / "mountinfo").read_text(), prefix, kind, path)
+            found = _levels((mounts / "mountinfo").read_text(), prefix, kind, path, controller)
         except PermissionError as error:
             denied = error
             continue
@@ -103,28 +106,32 @@ def levels(proc: Path, root: Path, pid: int, membership: str) -> list[Path]:
     raise denied or FileNotFoundError(f"no mount shows the cgroup of process {pid}")
 
 
-def _cpu_path(membership: str) -> tuple[str, list[str]]:
-    """The version of the hierarchy that has the CPU controller, by the name of its file system, and
+def _path(membership: str, controller: str) -> tuple[str, list[str]]:
+    """The version of the hierarchy that has a controller, by the name of its file system, and
     the path in it. In a hybrid of both, version 1 has it if it is mentioned there."""
     unified = None
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         parts = [part for part in path.split("/") if part]
-        if "cpu" in controllers.split(","):
+        if controller in controllers.split(","):
             return "cgroup", parts
         if number == "0" and not controllers:
             unified = parts
     if unified is None:
-        raise FileNotFoundError("in no cgroup with a CPU controller")
+        raise FileNotFoundError(f"in no cgroup with the controller {controller}")
     return "cgroup2", unified
 
 
-def _levels(mountinfo: str, prefix: Path, kind: str, path: list[str]) -> list[Path]:
+def _levels(
+    mountinfo: str, prefix: Path, kind: str, path: list[str], controller: str
+) -> list[Path]:
     for line in mountinfo.splitlines():
         mount, _, system = line.partition(" - ")
         source, point = (_unescaped(field) for field in mount.split(" ")[3:5])
         name, _, options = system.partition(" ")
-        if name != kind or (kind == "cgroup" and "cpu" not in options.split(" ")[-1].split(",")):
+        if name != kind:
+            continue
+        if kind == "cgroup" and controller not in options.split(" ")[-1].split(","):
             continue
         top = [part for part in source.split("/") if part]
         below = path[len(top) :]

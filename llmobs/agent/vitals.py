@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from llmobs.agent.cgroup import levels
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 NO_LIMIT = 1 << 60
 """Version 1 says `no limit` by a number beyond this."""
@@ -16,68 +18,35 @@ class Vitals:
 
     def __init__(self, proc: Path = Path("/proc"), root: Path = Path("/")) -> None:
         self._proc, self._root = proc, root
-        self._folders: dict[int, tuple[str, Path | None]] = {}
-        """By pid: its membership and its memory cgroup, also after its end."""
+        self._folders: dict[int, tuple[str, list[Path]]] = {}
+        """By pid: its membership, its memory cgroup and those above it, also after its end."""
 
     def memory(self, pids: dict[int, int | None]) -> dict[str, Any]:
         """Of processes by the pid that they know themselves by, with their pid here: resident bytes
         by pid (of the dead none), and the memory cgroups that they are or were in."""
-        resident = {}
-        folders = []
+        resident: dict[str, int] = {}
+        cgroups: dict[str, dict[str, int]] = {}
         for pid, here in pids.items():
-            if here is not None:
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    statm = (self._proc / str(here) / "statm").read_text().split()
-                    if int(statm[1]):  # a zombie has none, and has left its cgroup
-                        resident[str(pid)] = int(statm[1]) * PAGE
-                        self._place(here)
-                _, folder = self._folders.get(here, ("", None))
-                if folder is not None and folder not in folders:
-                    folders.append(folder)
-        return {
-            "resident": resident,
-            "cgroups": {str(f): found for f in folders if (found := cgroup_memory(f))},
-        }
+            if here is None:
+                continue
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                statm = (self._proc / str(here) / "statm").read_text().split()
+                if int(statm[1]):  # a zombie has none, and has left its cgroup
+                    resident[str(pid)] = int(statm[1]) * PAGE
+                    self._place(here)
+            for place, folder in enumerate(self._folders.get(here, ("", []))[1]):
+                if str(folder) not in cgroups:
+                    figures = cgroup_memory(folder)
+                    if figures and (not place or "limit" in figures):
+                        cgroups[str(folder)] = figures
+        return {"resident": resident, "cgroups": cgroups}
 
     def _place(self, pid: int) -> None:
         """Look where a process is now: it may be moved."""
-        try:
-            membership = (self._proc / str(pid) / "cgroup").read_text()
-        except OSError:
-            return
-        if self._folders.get(pid, ("", None))[0] != membership:
-            try:
-                mounts = (self._proc / "self" / "mountinfo").read_text()
-            except OSError:
-                return
-            folder = memory_cgroup(membership, mounts, self._root)
-            self._folders[pid] = membership, folder
-
-
-def memory_cgroup(membership: str, mountinfo: str, root: Path) -> Path | None:
-    """The folder of the cgroup that counts a process's memory, by its /proc/PID/cgroup; None if it
-    cannot be seen. In a hybrid of both versions, the first has it if it is mentioned there."""
-    kind, path = "cgroup2", None
-    for line in membership.splitlines():
-        number, controllers, where = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            kind, path = "cgroup", where
-            break
-        if number == "0" and not controllers:
-            path = where
-    for line in mountinfo.splitlines():
-        mount, _, system = line.partition(" - ")
-        top, point = mount.split(" ")[3:5]
-        name, _, options = system.partition(" ")
-        if path is None or name != kind:
-            continue
-        if kind == "cgroup" and "memory" not in options.split(" ")[-1].split(","):
-            continue
-        if path == top or path.startswith(top.rstrip("/") + "/"):
-            folder = root / point.lstrip("/") / path[len(top.rstrip("/")) :].lstrip("/")
-            if folder.is_dir():
-                return folder
-    return None
+        membership = (self._proc / str(pid) / "cgroup").read_text()
+        if self._folders.get(pid, ("", []))[0] != membership:
+            folders = levels(self._proc, self._root, pid, membership, "memory")
+            self._folders[pid] = membership, folders
 
 
 def cgroup_memory(folder: Path) -> dict[str, int]:
