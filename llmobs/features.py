@@ -33,8 +33,28 @@ MEANING = {
     "no_cgroup": "the server is in no cgroup with a CPU controller, or in none that the agent can "
     "see",
     "no_permission": "the agent may not read it",
+    "no_gpu": "the server uses no NVIDIA GPU",
+    "no_driver": "NVIDIA's driver is not to be had: its library libnvidia-ml.so.1 is not found (in "
+    "a container, NVIDIA_DRIVER_CAPABILITIES must contain `utility`), or the driver is not loaded",
+    "no_library": "the package nvidia-ml-py, which llmobs needs, is not installed for the agent",
+    "old_library": "the module `pynvml` that Python finds is not that of nvidia-ml-py: "
+    "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py",
+    "not_supported": "the GPU, its driver or PyTorch does not tell it (MIG instances have memory "
+    "figures alone)",
+    "lost": "a GPU, or its driver, went away while the server ran; it is tried again",
+    "driver_error": "NVIDIA's driver answers with an error; it is tried again",
+    "no_answer": "NVIDIA's driver does not answer",
+    "unknown_gpu": "which of the machine's GPUs the server uses cannot be told from what its "
+    "workers say",
+    "no_kv_pool": "the engine's KV-cache blocks are not known",
 }
 """The values of the label `reason`, for a person."""
+
+NVML = (
+    *("ray", "no_gpu", "no_driver", "no_library", "old_library", "not_supported", "no_permission"),
+    *("lost", "driver_error", "no_answer", "unknown_gpu"),
+)
+"""What can keep NVML from telling something."""
 
 FEATURES = (
     Feature(
@@ -69,4 +89,24 @@ FEATURES = (
         ("no_cgroup", "no_permission"),
     ),
     Feature("pressure", "the machine's pressure stalls", ("no_psi", "no_permission")),
+    *(
+        Feature(name, tells, NVML)
+        for name, tells in (
+            ("gpu_memory", "memory of the GPUs that the server uses, and the pressure on it"),
+            ("gpu_utilization", "how busy those GPUs are"),
+            ("gpu_power", "their power"),
+            ("gpu_throttling", "what slows down their clocks"),
+            ("gpu_pcie", "their traffic over PCIe"),
+            ("gpu_nvlink", "their NVLinks, and the traffic over them"),
+            ("gpu_ecc", "their memory errors"),
+            ("gpu_xid", "the errors that the driver reports of them"),
+        )
+    ),
+    Feature(
+        "gpu_memory_effective",
+        "the pressure on GPU memory, without the KV-cache blocks that are free",
+        (*NVML, "no_kv_pool"),
+    ),
+    Feature("torch_memory", "memory of PyTorch's allocator", ("ray", "no_gpu", "not_supported")),
 )
+GPU_FEATURES = tuple(f.name for f in FEATURES if f.name.startswith(("gpu_", "torch_")))

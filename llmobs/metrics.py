@@ -73,6 +73,14 @@ ENGINE = {"model_name": OPEN, "engine": OPEN}
 _C, _G, _H = Type.COUNTER, Type.GAUGE, Type.HISTOGRAM
 _T, _R, _A = Exactness.TOTAL, Exactness.RECORDS, Exactness.AGENT
 _K = Exactness.READ
+GPU = {"model_name": OPEN, "gpu": OPEN}
+DIRECTIONS = ("tx", "rx")
+THROTTLE_REASONS = (
+    *("applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost"),
+    *("sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"),
+    "display_clock_setting",
+)
+"""NVML's own, but for `gpu_idle`: an idle GPU is not throttled."""
 
 METRICS = (
     Metric(
@@ -367,6 +375,103 @@ METRICS = (
         {**MODEL, "context_bucket": BUCKETS, "objective": OBJECTIVES},
         _A,
         "seconds",
+    ),
+    Metric(
+        "llmobs_gpu_memory_bytes",
+        _G,
+        "Memory of a GPU or MIG instance that the server uses: `reserved` is the driver's own, "
+        "`used` is what all processes have allocated.",
+        {**GPU, "kind": ("total", "used", "reserved", "free")},
+        _K,
+        "bytes",
+    ),
+    Metric(
+        "llmobs_gpu_memory_pressure_ratio",
+        _G,
+        "`device`: used of total memory. `effective`: without the KV-cache blocks that are free. "
+        "vLLM takes 0.92 of a GPU by itself, so a high `device` alone is no trouble.",
+        {**GPU, "kind": ("device", "effective")},
+        _K,
+    ),
+    Metric(
+        "llmobs_torch_memory_bytes",
+        _G,
+        "Memory of PyTorch's allocator in a worker, after its last step: `allocated` to tensors; "
+        "`reserved` from the driver, that included; `peak` of `allocated` since the worker began "
+        "or vLLM set it back.",
+        {**ENGINE, "rank": OPEN, "kind": ("allocated", "reserved", "peak")},
+        _T,
+        "bytes",
+    ),
+    Metric(
+        "llmobs_torch_memory_events_total",
+        _C,
+        "`alloc_retry`: PyTorch's allocator gave its cached memory back to get more; `oom`: it got "
+        "none.",
+        {**ENGINE, "rank": OPEN, "event": ("alloc_retry", "oom")},
+        _T,
+    ),
+    Metric(
+        "llmobs_gpu_utilization_ratio",
+        _G,
+        "The share of the last moment (up to a second) in which anything ran on the GPU.",
+        {**GPU},
+        _K,
+    ),
+    Metric("llmobs_gpu_power_watts", _G, "The board's power.", {**GPU}, _K),
+    Metric(
+        "llmobs_gpu_throttled",
+        _G,
+        "1 where this is why the GPU's clocks are lower than they could be.",
+        {**GPU, "reason": THROTTLE_REASONS},
+        _K,
+    ),
+    Metric(
+        "llmobs_gpu_pcie_bytes_total",
+        _C,
+        "Bytes over PCIe, as the GPU sees them, since the agent began. Exact up to 4 GiB a look "
+        "where the driver counts them, else an estimate (see architecture.md).",
+        {**GPU, "direction": DIRECTIONS},
+        _K,
+        "bytes",
+    ),
+    Metric(
+        "llmobs_gpu_nvlink_bytes_total",
+        _C,
+        "Bytes carried by all NVLinks of the GPU, as the driver counts them.",
+        {**GPU, "direction": DIRECTIONS},
+        _K,
+        "bytes",
+    ),
+    Metric(
+        "llmobs_gpu_nvlinks",
+        _G,
+        "NVLinks of the GPU.",
+        {**GPU, "state": ("active", "inactive")},
+        _K,
+    ),
+    Metric(
+        "llmobs_gpu_ecc_errors_total",
+        _C,
+        "Memory errors over the GPU's life.",
+        {**GPU, "kind": ("corrected", "uncorrected")},
+        _K,
+    ),
+    Metric(
+        "llmobs_gpu_xid_errors_total",
+        _C,
+        "Errors that the driver reported of the GPU (XID) since the agent began.",
+        {**GPU},
+        _K,
+    ),
+    Metric("llmobs_gpu_last_xid", _G, "The number of the last of them.", {**GPU}, _K),
+    Metric(
+        "llmobs_gpu_info",
+        _G,
+        "Always 1: which GPU a `gpu` is (NVML's index, as in nvidia-smi; a MIG instance is "
+        "`GPU:INSTANCE`), and which worker uses it.",
+        {**GPU, "uuid": OPEN, "name": OPEN, "engine": OPEN, "rank": OPEN},
+        _K,
     ),
     Metric(
         "llmobs_incomplete_requests_total",

@@ -177,6 +177,8 @@ PROBES = (
         transform=frontend.observe_trace_headers,
         optional=True,
     ),
+    Probe("device", "worker", (f"{_WORKER}.init_device",), after=worker.on_device),
+    Probe("warm_up", "worker", (f"{_WORKER}.compile_or_warm_up_model",), after=worker.warmed_up),
 )
 ROLES = {probe.name: probe.role for probe in PROBES}
 BESIDE = ("attach", "watch", "proxy")

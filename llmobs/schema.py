@@ -233,6 +233,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "kind": ("draft", "accepted"),
     "power": ("0", "1", "2", "3", "4"),
     "state": ("waiting", "running"),
+    "torch_memory": ("allocated", "reserved", "peak"),
+    "torch_event": ("alloc_retry", "oom"),
 }
 
 MODEL_SLOTS = 22
@@ -260,6 +262,9 @@ PER_PROCESS: dict[str, tuple[str, ...]] = {
     "edges_ended": (),
     "alive_wall_ns": (),
     "alive_ns": (),
+    "torch_memory": ("torch_memory",),
+    "torch_events": ("torch_event",),
+    "torch_reads": (),
 }
 FLOAT_TOTALS = frozenset({"log_moment"})
 """These cells are doubles; all others are integers."""

@@ -37,7 +37,7 @@ class Settings:
     when OTEL_METRICS_EXPORTER says that no metrics are wanted. `trace_share` is the share of the
     requests in order whose traces are kept beside those that are not (None: no traces at all);
     `traces_exporter` and `metrics_otlp` are what OpenTelemetry's variables ask for, `resource` its
-    resource attributes.
+    resource attributes. `gpu_seconds` is how often the GPUs are looked at.
     """
 
     enabled: bool
@@ -52,6 +52,7 @@ class Settings:
     traces_exporter: str
     metrics_otlp: bool
     resource: dict[str, str]
+    gpu_seconds: int
 
 
 def _warn(name: str, value: str, accepted: str, used: object) -> None:
@@ -205,4 +206,11 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         traces_exporter=_traces_exporter(environ),
         metrics_otlp="otlp" in exporters,
         resource=resource_attributes(environ),
+        gpu_seconds=_number(
+            environ,
+            "LLMOBS_GPU_SECONDS",
+            10,
+            "a number of seconds from 1 to 3600",
+            lambda n: 1 <= n <= 3600,
+        ),
     )

@@ -15,6 +15,8 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (
         *("LLMOBS_ENABLED", "LLMOBS_RUN_DIR", "LLMOBS_RING_BYTES", "LLMOBS_AGENT"),
         *("LLMOBS_SLO_FILE", "LLMOBS_FLIGHT_DIR"),
+        "LLMOBS_SLO_FILE",
+        "LLMOBS_GPU_SECONDS",
         *("OTEL_SDK_DISABLED", "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "OTEL_METRICS_EXPORTER"),
         *("OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT", "_LLMOBS_SERVER_RUN"),
     ):

@@ -13,6 +13,8 @@ SLOTS_AT = 65536
 ENGINE = {"roles": ["engine_core"], "models": ["deepseek-v4"], "engine": 0, "vllm": "0.32.0"}
 FRONT = {"roles": ["api_server"], "models": ["deepseek-v4"], "vllm": "0.32.0"}
 
+WORKER = {"roles": ["worker"], "models": ["deepseek-v4"], "engine": 0, "rank": 0, "vllm": "0.32.0"}
+
 
 def name(role: str, pid: int | None = None) -> str:
     pid = pid or os.getpid()

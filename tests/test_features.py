@@ -22,6 +22,15 @@ MODEL = "deepseek-v4"
 JOIN, LEAVE, CUT = 16, 22, 1
 FOREIGN = {"front_end": "foreign_frontend", "http_edge": "foreign_frontend"}
 
+GPU = (
+    *("gpu_memory", "gpu_utilization", "gpu_power", "gpu_throttling", "gpu_pcie", "gpu_nvlink"),
+    *("gpu_ecc", "gpu_xid", "gpu_memory_effective", "torch_memory"),
+)
+NVML = (
+    *("ray", "no_gpu", "no_driver", "no_library", "old_library", "not_supported", "no_permission"),
+    *("lost", "driver_error", "no_answer", "unknown_gpu"),
+)
+
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -71,6 +80,7 @@ def test_the_vocabulary() -> None:
     assert BY_NAME[NAME].labels["feature"] == (
         *("front_end", "http_edge", "latency_model", "worker"),
         *("host_cpu", "run_queue", "cgroup_cpu", "pressure"),
+        *GPU,
     )
     reasons = {(f.name, reason) for f in FEATURES for reason in f.reasons}
     assert reasons == {
@@ -88,6 +98,9 @@ def test_the_vocabulary() -> None:
         ("cgroup_cpu", "no_permission"),
         ("pressure", "no_psi"),
         ("pressure", "no_permission"),
+        *((feature, reason) for feature in GPU[:-1] for reason in NVML),
+        ("gpu_memory_effective", "no_kv_pool"),
+        *(("torch_memory", reason) for reason in ("ray", "no_gpu", "not_supported")),
     }
     assert set(MEANING) == {reason for _, reason in reasons}
 
@@ -171,6 +184,7 @@ def test_the_page_says_why(tmp_path: Path) -> None:
         (MODEL, "run_queue", "no_schedstat"): 0,
         (MODEL, "cgroup_cpu", ""): 1,
         (MODEL, "pressure", ""): 1,
+        **{(MODEL, feature, ""): 1 for feature in GPU},
     }
 
 

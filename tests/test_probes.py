@@ -196,7 +196,7 @@ def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
     process.current().open("api_server", "deepseek-v4")
     gone = {
         *("sync_engine", "process_inputs", "admit", "finish", "abort", "engine_dead"),
-        *("beam_search", "worker", "forward", "sample", "trace_headers"),
+        *("beam_search", "worker", "forward", "sample", "trace_headers", "device", "warm_up"),
     }
     assert noted(runs) == gone
     assert {header()["probes"][probe] for probe in gone} == {0}

@@ -17,6 +17,7 @@ def test_defaults(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert settings.ring_bytes == 4_194_304
     assert settings.agent is None
+    assert settings.gpu_seconds == 10
     assert (settings.host, settings.port) == ("localhost", 9464)
     assert settings.page is True
     assert not caplog.records
@@ -39,6 +40,8 @@ GOOD = [
     ("LLMOBS_RING_BYTES", "4096", "ring_bytes", 4096),
     ("LLMOBS_RING_BYTES", " 1073741824 ", "ring_bytes", 1073741824),
     ("LLMOBS_AGENT", "/run/llmobs", "agent", Path("/run/llmobs")),
+    ("LLMOBS_GPU_SECONDS", "1", "gpu_seconds", 1),
+    ("LLMOBS_GPU_SECONDS", "3600", "gpu_seconds", 3600),
     ("OTEL_EXPORTER_PROMETHEUS_HOST", "0.0.0.0", "host", "0.0.0.0"),
     ("OTEL_EXPORTER_PROMETHEUS_PORT", "1", "port", 1),
     ("OTEL_EXPORTER_PROMETHEUS_PORT", "65535", "port", 65535),
@@ -64,6 +67,10 @@ BAD = [
     *[
         ("LLMOBS_RING_BYTES", v, "ring_bytes", 4_194_304, "bytes from 4096 to 1073741824")
         for v in ("4MiB", "4095", "1073741825", "-1", "1e6", "4096.0", "٤x")
+    ],
+    *[
+        ("LLMOBS_GPU_SECONDS", v, "gpu_seconds", 10, "a number of seconds from 1 to 3600")
+        for v in ("0", "3601", "-1", "10s", "0.5", "often")
     ],
     *[
         ("OTEL_EXPORTER_PROMETHEUS_PORT", v, "port", 9464, "a port number from 1 to 65535")

@@ -11,7 +11,11 @@ from tests.rings import read_all
 
 MODEL = SimpleNamespace(served_model_name="m")
 PARALLEL = SimpleNamespace(data_parallel_rank=2, distributed_executor_backend="ray")
-CONFIG = SimpleNamespace(model_config=MODEL, parallel_config=PARALLEL)
+CONFIG = SimpleNamespace(
+    model_config=MODEL,
+    parallel_config=PARALLEL,
+    device_config=SimpleNamespace(device_type="cpu"),
+)
 
 
 def test_a_step_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

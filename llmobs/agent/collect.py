@@ -230,6 +230,24 @@ def _build(run: Run) -> Samples:
     return {(_served(run), __version__, versions[0] if versions else ""): 1}
 
 
+def _torch(run: Run, total: str) -> Samples:
+    """Totals of the workers, by their rank; none of one that has not read its allocator yet."""
+    samples: Samples = {}
+    (dimension,) = schema.PER_PROCESS[total]
+    for source in run.sources.values():
+        cells = source.cells
+        if "worker" not in source.roles or not cells[schema.PROCESS_CELL["torch_reads"]]:
+            continue
+        if total == "torch_memory" and not source.alive:
+            continue
+        who = [str(source.info.get(name, "0")) for name in ("engine", "rank")]
+        for offset, value in enumerate(schema.LABELS[dimension]):
+            key = (source.models[0], *who, value)
+            cell = cells[schema.PROCESS_CELL[total] + offset]
+            samples[key] = samples.get(key, 0) + cell
+    return samples
+
+
 OWN: dict[str, Callable[[Run], Samples]] = {
     "llmobs_incomplete_requests_total": lambda run: {(_served(run),): run.requests.incomplete},
     "llmobs_records_lost_total": _lost,
@@ -241,6 +259,8 @@ OWN: dict[str, Callable[[Run], Samples]] = {
     "llmobs_feature_available": _features,
     "llmobs_latency_model_coefficient": _coefficients,
     "llmobs_slo_target_seconds": _targets,
+    "llmobs_torch_memory_bytes": lambda run: _torch(run, "torch_memory"),
+    "llmobs_torch_memory_events_total": lambda run: _torch(run, "torch_events"),
     "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},
     "llmobs_build_info": _build,
 }

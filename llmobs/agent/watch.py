@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from llmobs.agent.collect import RunCollector
 from llmobs.agent.flight import Flight
+from llmobs.agent.gpu.signal import Gpus
 from llmobs.agent.host import Host
 from llmobs.agent.owner import owner_of
 from llmobs.agent.page import serve
@@ -66,6 +67,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
     if run.restarts:
         run.skip_to_newest()
     run.signals.append(Host(run))
+    run.signals.append(Gpus(run, settings.gpu_seconds, state.say))
     run.poll()
     run.signals.append(Flight(run, settings.flight, state.say))
     registry = CollectorRegistry()

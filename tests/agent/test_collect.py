@@ -20,7 +20,7 @@ from llmobs.agent.run import Run
 from llmobs.metrics import METRICS
 from llmobs.ring import Writer, start_ticks
 from tests.agent.machine import busy
-from tests.rings import ENGINE, FRONT, new_ring
+from tests.rings import ENGINE, FRONT, WORKER, new_ring
 
 BUCKETS = ("0-1k", "1k-4k", "4k-32k", "32k+")
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
@@ -31,6 +31,40 @@ USERS_OWN = {
     'context_len_histogram metric name should not include type "histogram"',
     "context_len_histogram metric name should not include type 'histogram'",
 }
+
+
+class OneGpu:
+    """What the agent's own eyes see. A GPU has these series."""
+
+    def poll(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def lacking(self) -> dict[str, str]:
+        return {}
+
+    def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
+        throttles = (
+            *("applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost"),
+            *("sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"),
+        )
+        kinds = {
+            "llmobs_gpu_memory_bytes": ("total", "used", "reserved", "free"),
+            "llmobs_gpu_memory_pressure_ratio": ("device", "effective"),
+            "llmobs_gpu_throttled": throttles,
+            "llmobs_gpu_pcie_bytes_total": ("tx", "rx"),
+            "llmobs_gpu_nvlink_bytes_total": ("tx", "rx"),
+            "llmobs_gpu_nvlinks": ("active", "inactive"),
+            "llmobs_gpu_ecc_errors_total": ("corrected", "uncorrected"),
+        }
+        plain = ("utilization_ratio", "power_watts", "xid_errors_total", "last_xid")
+        return {
+            **{name: {("0", kind): 7.0 for kind in values} for name, values in kinds.items()},
+            **{f"llmobs_gpu_{name}": {("0",): 7.0} for name in plain},
+            "llmobs_gpu_info": {("0", "GPU-1", "NVIDIA H100", "0", "0"): 1.0},
+        }
 
 
 def served(folder: Path) -> Run:
@@ -57,10 +91,14 @@ def served(folder: Path) -> Run:
     engine.floats[schema.PROCESS_CELL["log_moment"] + 1] = 2.5
     engine.cells[schema.PROCESS_CELL["last_step_wall_ns"]] = 1_700_000_000_500_000_000
     engine.cells[schema.GUARD_CELL + 12] = 3  # schedule
+    worker = new_ring(folder, WORKER, 256)
+    worker.cells[schema.PROCESS_CELL["torch_memory"] + 1] = 800
+    worker.cells[schema.PROCESS_CELL["torch_reads"]] = 1
     run = Run(folder)
     own = os.getpid()
     machine = busy(folder / "machine", own, own, start_ticks(own) or 0)
     run.signals.append(Host(run, machine.proc, machine.root))
+    run.signals.append(OneGpu())
     return run
 
 
@@ -128,6 +166,9 @@ def test_the_text(tmp_path: Path) -> None:
         f'llmobs_build_info{{{model},version="0.1.0",vllm_version="0.32.0"}} 1.0',
         f'llmobs_cpu_seconds_total{{mode="steal",{model}}} 3.0',
         f"llmobs_cgroup_cpu_throttled_seconds_total{{{model}}} 4.5",
+        f'llmobs_torch_memory_bytes{{engine="0",kind="reserved",{model},rank="0"}} 800.0',
+        f'llmobs_gpu_power_watts{{gpu="0",{model}}} 7.0',
+        f'llmobs_gpu_nvlinks{{gpu="0",{model},state="active"}} 7.0',
         "# TYPE llmobs_requests gauge",
         "# TYPE decode_token_latency_seconds histogram",
         "# TYPE llmobs_preemptions_total counter",

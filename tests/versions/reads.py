@@ -34,13 +34,15 @@ class Read:
 READS = (
     Read(
         "vllm.config.vllm:VllmConfig",
-        "model_config parallel_config speculative_config observability_config",
+        "model_config parallel_config speculative_config observability_config device_config",
     ),
     Read("vllm.config.model:ModelConfig", "served_model_name is_diffusion?"),
     Read(
         "vllm.config.parallel:ParallelConfig",
         "data_parallel_index|data_parallel_rank distributed_executor_backend _api_process_rank?",
     ),
+    Read("vllm.config.device:DeviceConfig", "device_type"),
+    Read("vllm.v1.worker.gpu_worker:Worker", "device"),
     Read("vllm.config.observability:ObservabilityConfig", "otlp_traces_endpoint"),
     Read(
         "vllm.v1.engine:EngineCoreRequest",
@@ -110,10 +112,11 @@ PYTHONS = frozenset(
         "aclose",
         "name",
         "__version__",
+        "type",
     )
 )
 """Attributes of Python's own types: what is in a message or a dictionary, or an enumeration's
-member; and what a module says of itself."""
+member; what a module says of itself; and PyTorch's of a device."""
 PASSES = {"next", "anext", "iter", "list", "tuple", "sorted", "reversed", "getattr", "zip"}
 
 
