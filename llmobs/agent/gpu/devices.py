@@ -8,13 +8,14 @@ from llmobs.agent.gpu.library import OF_THE_WHOLE, reason_of
 
 @dataclass(frozen=True)
 class Use:
-    """What one worker says of its GPU (`gpu` in the header of its ring).
+    """What one worker of a model says of its GPU (`gpu` in the header of its ring).
 
     `type` is PyTorch's of the device. `index` counts within what the process sees, `visible` and
     `order` are its CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. All but `type` are None until it
     has its device.
     """
 
+    model: str
     server: str
     engine: str
     rank: str
@@ -36,6 +37,7 @@ class Use:
             for name in ("uuid", "visible", "order")
         }
         return cls(
+            str(info["models"][0]),
             str(info.get("server")),
             str(info.get("engine", "0")),
             str(info.get("rank", "0")),

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -83,11 +84,26 @@ class Gpus:
 
     def samples(self) -> dict[str, Samples]:
         if self._answer is None:  # it is asked for by each metric
-            view = self._view
-            self._answer = {} if self._hangs() else dict(view.found)
-            if RATIO in self._answer:
-                self._answer[RATIO] = self._answer[RATIO] | self._effective(view)
+            self._answer = {} if self._hangs() else self._of_models(self._view)
         return self._answer
+
+    def _of_models(self, view: View) -> dict[str, Samples]:
+        """Under the name of each model that a GPU works for: several servers may have one agent."""
+        models: dict[str, set[str]] = defaultdict(set)
+        for use, device in view.devices.items():
+            models[device.label].add(use.model)
+            models[device.board.label].add(use.model)
+        samples: dict[str, Samples] = {}
+        for name, found in (*view.found.items(), (RATIO, self._effective(view))):
+            of_all = (
+                (m, labels, value) for labels, value in found.items() for m in models[labels[0]]
+            )
+            samples.setdefault(name, {}).update({(m, *labels): v for m, labels, v in of_all})
+        samples["llmobs_gpu_info"] = {
+            (use.model, device.label, device.uuid, device.name, use.engine, use.rank): 1.0
+            for use, device in view.devices.items()
+        }
+        return samples
 
     def lacking(self) -> dict[str, str]:
         uses = self._uses
@@ -207,9 +223,6 @@ class Gpus:
             boards[device.board.uuid] = device.board
         for uuid, board in boards.items():
             reading.board(board, self._pcie.setdefault(uuid, Pcie()), self._xids, now)
-        info = reading.samples["llmobs_gpu_info"]
-        for use, device in devices.items():
-            info[device.label, device.uuid, device.name, use.engine, use.rank] = 1
 
     def _resolve(self, uses: list[Use]) -> tuple[dict[Use, Device], dict[str, str]]:
         """Each worker's device; what is lacking if one has none."""

@@ -27,7 +27,9 @@ GONE = Machine((gpu(0), gpu(2)), missing="lost")
 
 
 def use(**told: Any) -> Use:
-    found = Use.told({"server": "1-2", "engine": 0, "rank": 3, "gpu": on_gpu(0) | told})
+    found = Use.told(
+        {"models": ["m"], "server": "1-2", "engine": 0, "rank": 3, "gpu": on_gpu(0) | told}
+    )
     assert found is not None
     return found
 
@@ -104,11 +106,11 @@ def test_a_device_that_cannot_be_told(known: Machine, told: dict[str, Any], reas
 
 def test_what_a_worker_says() -> None:
     told = {"type": "cuda", "index": 1, "uuid": "u", "visible": "0,1", "order": "PCI_BUS_ID"}
-    assert Use.told({"server": "1-2", "engine": 4, "rank": 7, "gpu": told}) == Use(
-        "1-2", "4", "7", "cuda", 1, "u", "0,1", "PCI_BUS_ID"
-    )
+    assert Use.told(
+        {"models": ["m", "l"], "server": "1-2", "engine": 4, "rank": 7, "gpu": told}
+    ) == Use("m", "1-2", "4", "7", "cuda", 1, "u", "0,1", "PCI_BUS_ID")
     damaged = {"type": "cuda", "index": "1", "uuid": 5, "visible": ["0"], "order": {}}
-    assert Use.told({"gpu": damaged}) == Use("None", "0", "0", "cuda")
+    assert Use.told({"models": ["m"], "gpu": damaged}) == Use("m", "None", "0", "0", "cuda")
 
 
 def test_the_machine(machine: stand_in.Machine, nvml: Any) -> None:

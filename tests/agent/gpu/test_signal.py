@@ -71,6 +71,18 @@ def test_the_ranks_of_an_engine_each_have_their_gpu(machine: Machine, server: Ma
     assert info == {f'"0",uuid="{UUIDS[2]}"}}'}
 
 
+def test_two_servers_of_one_agent_each_have_their_gpus(machine: Machine, server: Make) -> None:
+    one = server(on_gpu(0), on_gpu(1))
+    one.workers[1].write_info(
+        {"roles": ["worker"], "models": ["other"], "server": "3-4", "gpu": on_gpu(1)}
+    )
+    one.until_figures()
+    power = 'llmobs_gpu_power_watts{{gpu="{}"{}}}'
+    one.until(lambda: power.format(1, ',model_name="other"') in one.page())
+    names = {series for series in one.page() if "power_watts" in series}
+    assert names == {power.format(0, ""), power.format(1, ',model_name="other"')}
+
+
 # MIG
 
 
