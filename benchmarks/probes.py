@@ -135,10 +135,10 @@ def worker_step(running: int, ring: Writer) -> tuple[Step, Step]:
     subject = Worker()
     output = Scheduler(running, False).output
     forward = wrap(
-        *("forward", Worker.execute_model, worker.forwarded, worker.call_starts),
+        *("forward", Worker.execute_model, worker.forwarded, worker.forward_starts),
         parameters=("scheduler_output",),
     )
-    sample = wrap("sample", Worker.sample_tokens, worker.sampled, worker.call_starts)
+    sample = wrap("sample", Worker.sample_tokens, worker.sampled, worker.sampling_starts)
 
     def bare() -> None:
         subject.execute_model(output)

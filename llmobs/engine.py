@@ -619,7 +619,7 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
         "worker"
     ):
-        state.lacks("ray", "worker")  # they were made before the scheduler
+        state.lacks("ray", "worker", "gpu_clock")  # they were made before the scheduler
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)

@@ -233,4 +233,5 @@ SLO, PROBLEM = _load_or_default()
 """What this process goes by; why it is not what LLMOBS_SLO_FILE says, if so."""
 BUCKET_NAMES = tuple(bucket.name for bucket in SLO.buckets)
 BUCKET_LIMITS = [[bucket.name, bucket.limit] for bucket in SLO.buckets]
-"""Stands in the header of every ring: a reader with other buckets must not read on."""
+STEP_SECONDS = list(SLO.step_seconds)
+"""These stand in the header of every ring: a reader with others must not read on."""
