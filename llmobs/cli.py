@@ -1,6 +1,7 @@
 """The command `llmobs`."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llmobs import __version__
+from llmobs.settings import SLO_FILE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +73,30 @@ def parser() -> argparse.ArgumentParser:
     from llmobs.agent.__main__ import add_arguments
 
     add_arguments(agent)
+
+    generate = commands.add_parser(
+        "generate",
+        help="alert rules, their runbook, configuration and dashboards from the SLO file",
+        description="Writes alerts/ and dashboards/, or with --format prometheus-operator "
+        "kubernetes/. alerts/targets/ is written once, and yours then.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  llmobs generate --out monitoring\n"
+        "  llmobs generate --slo slo.yaml --out monitoring\n"
+        "  llmobs generate --format prometheus-operator --out deploy\n"
+        "  llmobs generate --check\n",
+    )
+    generate.add_argument("--slo", metavar="FILE", help="the SLO file (default: LLMOBS_SLO_FILE)")
+    generate.add_argument("--out", metavar="DIR", default=".", help="where to (default: here)")
+    generate.add_argument(
+        "--format",
+        choices=("files", "prometheus-operator"),
+        default="files",
+        help="files for Prometheus and Grafana (default), or resources for Kubernetes",
+    )
+    generate.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if anything is not up to date"
+    )
     return top
 
 
@@ -83,6 +109,22 @@ def main(
         from llmobs.agent.__main__ import run
 
         return run(options)
+    # Before anything imports it: all else goes by what the SLO file says.
+    if getattr(options, "slo", None):
+        os.environ[SLO_FILE] = options.slo
+    from llmobs.slo import PROBLEM
+
+    if PROBLEM:
+        print(f"llmobs {options.command}: {PROBLEM}", file=err)
+        return 2
+    if options.command == "generate":
+        try:
+            from llmobs.generate.command import run as generate
+        except ModuleNotFoundError as error:
+            needed = f"{error.name} is not installed; pip install 'llmobs[generate]'"
+            print(f"llmobs generate: {needed}", file=err)
+            return 2
+        return generate(options, out, err)
     if options.command == "postmortem":
         return _postmortem(options, out, err)
     return _diagnose(options, out, err)

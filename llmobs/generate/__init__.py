@@ -1,0 +1,1 @@
+"""`llmobs generate`: from the SLO to alert rules, configuration and dashboards."""
