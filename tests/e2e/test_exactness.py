@@ -1,6 +1,7 @@
 """Known traffic of every sort: all that is counted is what the client itself counted."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -235,7 +236,9 @@ def lengths(served: Served, streams: Part, variety: Part) -> list[Part]:
     """Prompts of many lengths, one after the other: each round is a part."""
     seeds = Seeds(6000)
     parts = []
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
+        if turn == 2:
+            time.sleep(5)  # so that what is fitted next goes before the last round
         calls: list[Call] = []
         ids: list[int] = []
         for length in ALONE:
@@ -560,7 +563,7 @@ def test_prefill_time_by_length_is_known(served: Served, lengths: list[Part]) ->
 
 
 def test_each_prefill_is_compared_with_what_was_predicted_before_it(lengths: list[Part]) -> None:
-    """Lengths like those of `streams` and `variety` from the first round on, all in the last."""
+    """In the last round that is every one; before, those of lengths that were known."""
     for part in lengths:
         predicted = [r["predicted_prefill"] for r in part.requests]
         compared = part.change.by("context_bucket", "llmobs_latency_residual_ratio_count")
@@ -573,18 +576,14 @@ def test_each_prefill_is_compared_with_what_was_predicted_before_it(lengths: lis
         )
         total = part.change.total("llmobs_latency_residual_ratio_sum")
         assert total == pytest.approx(ratio, rel=0.01)
-        assert all(
-            seconds for c, seconds in zip(part.calls, predicted, strict=True) if c.prompt < 8000
-        )
+    assert all(predicted), "in the last round"
 
 
 def test_predictions_are_what_the_client_then_waits(lengths: list[Part]) -> None:
     last = lengths[-1]
     predicted = [request["predicted_prefill"] for request in last.requests]
     waits = [call.answer.ttft for call in last.calls]
-    ratios = sorted(
-        wait / seconds for wait, seconds in zip(waits, predicted, strict=True) if seconds
-    )
+    ratios = sorted(wait / seconds for wait, seconds in zip(waits, predicted, strict=True))
     assert 0.2 < ratios[len(ratios) // 2] < 5
     assert predicted[0] < predicted[4] < predicted[6]  # 100, 1500, 6000
     assert last.calls[7].cached > 5000
