@@ -24,7 +24,7 @@ MEANING = {
     "engine on, and those refused before are not",
     "ray": "the workers are actors that Ray starts by itself, maybe on another host: nothing is "
     "told of them",
-    "few_prefills": "fewer than 30 prefills were seen so far",
+    "few_prefills": "no hour so far had 30 prefills",
     "few_lengths": "lately there were prefills of fewer than three clearly different lengths: what "
     "is constant, linear and quadratic cannot be told apart",
     "no_proc": "/proc does not tell, or not all of it",
