@@ -538,9 +538,7 @@ def test_verdicts_on_streams_are_the_clients_own(streams: Part) -> None:
 # Cold starts, and prefill time by length
 
 
-def test_each_bucket_that_was_used_had_one_cold_start(
-    served: Served, lengths: list[Part], everything: list[Part]
-) -> None:
+def test_each_bucket_that_was_used_had_one_cold_start(served: Served, lengths: list[Part]) -> None:
     name = "llmobs_cold_start_seconds"
     figures = served.page.figures()
     used = {"0-1k": 1, "1k-4k": 1, "4k-32k": 1, "32k+": 0}
