@@ -6,6 +6,7 @@ alternating, and the medians of many rounds are told. See steps.py for a real se
 """
 
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
@@ -28,14 +29,15 @@ Step = Callable[[], Any]
 
 
 class Scheduler:
-    """One step: everything that runs yields a token, or with `drafts` one to four."""
+    """One step: everything that runs yields a token, or with `drafts` one to four, and is kept."""
 
-    def __init__(self, running: int, drafts: bool, copied: bool) -> None:
+    def __init__(self, running: int, drafts: bool) -> None:
         counts = list(islice(cycle((1, 4, 2, 3) if drafts else (1,)), running))
         ids = [f"chatcmpl-{n:032x}-{n:08x}" for n in range(running)]
         self.ids = ids
         self.requests = {
-            name: SimpleNamespace(num_computed_tokens=101, num_tokens=100) for name in ids
+            name: SimpleNamespace(num_computed_tokens=101, num_tokens=100, _output_token_ids=[])
+            for name in ids
         }
         self.max_num_running_reqs = self.max_num_scheduled_tokens = 1 << 30
         self.output = SimpleNamespace(
@@ -55,35 +57,35 @@ class Scheduler:
                 scheduler_stats=SimpleNamespace(spec_decoding_stats=stats if drafts else None),
             )
         }
-        # Between processes the ids are copies, which takes longer to compare; each step anew.
-        copies = [[("%s" % (name + " "))[:-1] for name in ids] for _ in range(STEPS)]
-        sampled = [output.new_token_ids for output in outputs]
-        self.runner = cycle(
-            SimpleNamespace(req_ids=copy if copied else ids, sampled_token_ids=sampled)
-            for copy in copies
-        )
+        self.sampled = [
+            (self.requests[output.request_id]._output_token_ids, output.new_token_ids)
+            for output in outputs
+        ]
 
     def schedule(self) -> Any:
         return self.output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for tokens, new in self.sampled:
+            tokens += new
         return self.result
+
+    def start_over(self) -> None:
+        for tokens, _ in self.sampled:
+            tokens.clear()
 
 
 def engine_step(
-    running: int,
-    ring: Writer,
-    drafts: bool = False,
-    copied: bool = False,
-    prompts: tuple[int, ...] = PROMPTS,
+    running: int, ring: Writer, drafts: bool = False, prompts: tuple[int, ...] = PROMPTS
 ) -> tuple[Step, Step]:
     """Bare, and with the engine's probes on, all its sequences decoding."""
-    scheduler = Scheduler(running, drafts, copied)
+    scheduler = Scheduler(running, drafts)
     follower = engine.Engine(ring, several_tokens=drafts)
     for name, prompt in zip(scheduler.ids, cycle(prompts), strict=False):
         follower.join(
             SimpleNamespace(
                 request_id=name,
+                _output_token_ids=scheduler.requests[name]._output_token_ids,
                 num_prompt_tokens=prompt,
                 sampling_params=SimpleNamespace(stop=[], max_tokens=1000),
                 lora_request=None,
@@ -99,16 +101,22 @@ def engine_step(
         parameters=("scheduler_output", "model_runner_output"),
     )
     scheduler.output.scheduled_new_reqs = [SimpleNamespace(req_id=name) for name in scheduler.ids]
-    prefilled = SimpleNamespace(req_ids=scheduler.ids, sampled_token_ids=[[1]] * running)
-    update(scheduler, schedule(scheduler), prefilled)  # from here on all decode
+    update(scheduler, schedule(scheduler), None)  # from here on all decode
     scheduler.output.scheduled_new_reqs = []
-    runner = scheduler.runner
+    steps = itertools.count(1)
 
     def bare() -> None:
-        scheduler.update_from_output(scheduler.schedule(), next(runner))
+        scheduler.update_from_output(scheduler.schedule(), None)
+        start_over()
 
     def probed() -> None:
-        update(scheduler, schedule(scheduler), next(runner))
+        update(scheduler, schedule(scheduler), None)
+        start_over()
+
+    def start_over() -> None:
+        if next(steps) % 1000 == 0:  # requests are not as long as this runs
+            scheduler.start_over()
+            follower.recount()
 
     return bare, probed
 
@@ -125,12 +133,12 @@ class Worker:
 
 def worker_step(running: int, ring: Writer) -> tuple[Step, Step]:
     subject = Worker()
-    output = Scheduler(running, False, False).output
+    output = Scheduler(running, False).output
     forward = wrap(
-        *("forward", Worker.execute_model, worker.forwarded, worker.call_starts),
+        *("forward", Worker.execute_model, worker.forwarded, worker.forward_starts),
         parameters=("scheduler_output",),
     )
-    sample = wrap("sample", Worker.sample_tokens, worker.sampled, worker.call_starts)
+    sample = wrap("sample", Worker.sample_tokens, worker.sampled, worker.sampling_starts)
 
     def bare() -> None:
         subject.execute_model(output)
@@ -208,17 +216,13 @@ def main() -> int:
             f"| {running} | {core:.2f} | {work:.2f} | {front:.2f} | {core + work + front:.2f} "
             f"| {records + more:.2f} |"
         )
-    print("\n| running, speculating | buckets | ids | engine core | more per running request, ns |")
-    print("| --- | --- | --- | --- | --- |")
+    print("\n| running, speculating | buckets | engine core | more per running request, ns |")
+    print("| --- | --- | --- | --- |")
     for running in (8, 64, 256):
-        for buckets, which, copied, prompts in (
-            ("all four", "the same", False, PROMPTS),
-            ("all four", "of another process", True, PROMPTS),
-            ("one", "either", True, PROMPTS[:1]),
-        ):
-            core, _ = cost(engine_step, running, True, copied, prompts)
+        for buckets, prompts in (("all four", PROMPTS), ("one", PROMPTS[:1])):
+            core, _ = cost(engine_step, running, True, prompts)
             more = (core - steady[running]) / running * 1e3
-            print(f"| {running} | {buckets} | {which} | {core:.2f} | {more:.0f} |")
+            print(f"| {running} | {buckets} | {core:.2f} | {more:.0f} |")
     return 0
 
 

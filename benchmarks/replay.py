@@ -162,6 +162,7 @@ class Watched:
         """The server's end, and the agent's. Records read and lost, by ring, as it says."""
         self._commands.send(None)
         self._writer.join()
+        self.truth.written["api_server"] += 1  # a process says that it ends
         for _ in range(100):
             if not Path(f"/proc/{self.agent}").exists():
                 break

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmobs import engine, frontend, process, schema, worker
+from llmobs import engine, frontend, pauses, process, schema, worker
 from llmobs.engine import Engine
 from llmobs.ring import Writer
 from llmobs.schema import Finish, Kind
@@ -193,6 +193,8 @@ class Server:
         front = process.current()
         front.open("api_server", MODEL, vllm="0.32.0")
         assert front.ring is not None
+        pauses.stop()  # its own are none of the replay's
+        pauses.LONG_FREEZE_NS = 1 << 62
         self.front = front
         self.folder = front.ring.path.parent
         rings = {"api_server": front.ring}
@@ -211,7 +213,7 @@ class Server:
         self.request_states = self.streams  # as vLLM's output processor calls them
         self.truth = Truth()
         self.app = frontend.EdgeApp(self._app)
-        self.worker = SimpleNamespace(ring=None)
+        self.worker = SimpleNamespace(ring=None, lacks=lambda *_, **__: None)
         # The probes read this clock.
         frontend.now = engine.now = worker.now = lambda: self.time
         worker.process = SimpleNamespace(current=lambda: self.worker)
@@ -310,10 +312,10 @@ class Server:
             output = self.scheduler.schedule(began, victims, budget, budget, cached, until(0.03))
             for victim, _ in output.preempted:
                 self.truth.preempted[self.streams[victim.request_id].bucket] += 1
-            token = worker.call_starts(None)
+            token = worker.forward_starts(None, output)
             until(0.85)()
             worker.forwarded(token, None, None, output)
-            token = worker.call_starts(None)
+            token = worker.sampling_starts(None)
             until(0.93)()
             worker.sampled(token, None, None)
             came_out = self.scheduler.update(

@@ -7,8 +7,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from operator import itemgetter
+from collections.abc import Sized
 from typing import Any
 
 from llmobs import process, schema
@@ -19,7 +18,10 @@ from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState, Wait
 from llmobs.slo import SLO
 
 now = time.monotonic_ns
+# Bound once: an enumeration takes ten times as long to say its member (Python 3.11).
 WAITING, PREFILL, DECODE, PREEMPTED = SequenceState
+STEP, MORE = int(Kind.STEP), int(Kind.MORE)
+ALL_DECODE = BatchKind.DECODE
 SNAPSHOT_NS = 1_000_000_000
 STEPS_KEPT = 256
 _number = itertools.count(1).__next__
@@ -54,12 +56,14 @@ class Sequence:
         "entry",
         "flags",
         "gauge",
+        "had",
         "key",
         "number",
         "prompt",
         "resumable",
         "state",
         "step",
+        "yielded",
     )
 
     def __init__(self, number: int, key: int, prompt: int, model: int, flags: int) -> None:
@@ -74,6 +78,22 @@ class Sequence:
         self.state = WAITING
         self.entry = Entry.NEW
         self.step = 0
+        self.yielded: Sized = ()
+        """vLLM's own list of its tokens, where a step may yield several."""
+        self.had = 0
+        """How many these were after the last step (kept of those that are cut)."""
+
+
+class Group:
+    """The decoding sequences of one cell whose tokens count as they come out."""
+
+    __slots__ = ("had", "lists")
+
+    def __init__(self) -> None:
+        self.lists: dict[str, Sized] = {}
+        """What each has yielded so far."""
+        self.had = 0
+        """How many tokens these were in all after the last step."""
 
 
 class Step:
@@ -88,7 +108,7 @@ class Step:
         self.scheduled = scheduled
         self.sequences = 0
         self.tokens = 0
-        self.kind = BatchKind.DECODE
+        self.kind = ALL_DECODE
 
 
 class Engine:
@@ -104,13 +124,9 @@ class Engine:
         self.decoding: dict[str, Sequence] = {}
         self.prefilling: dict[str, Sequence] = {}
         self.preempted: dict[str, Sequence] = {}
-        self.decode_cells: dict[int, int] = {}
-        """Of the decoding ones whose tokens count as they come out: how many in each cell."""
-        self.order: list[str] | None = None
-        """The decoding ones in the order of the runner's output, if it is known; `groups` and
-        `cut_places` follow from it."""
-        self.groups: list[tuple[int, Callable[[list[int]], Any] | None, int]] = []
-        self.cut_places: list[tuple[int, int]] = []
+        self.groups: dict[int, Group] = {}
+        self.cut: dict[str, Sequence] = {}
+        """The decoding ones that the front end may cut short."""
         self.resumable = 0
         self.waiting = 0
         # A few are on their way at most: more only if the probe that takes them out fails.
@@ -154,10 +170,15 @@ class Engine:
             self.preempted[request_id] = sequence
         elif state is DECODE:
             self.decoding[request_id] = sequence
-            self.order = None
-            if not sequence.flags & Flag.CUT:
-                cells = self.decode_cells
-                cells[sequence.cell] = cells.get(sequence.cell, 0) + 1
+            sequence.had = len(sequence.yielded)
+            if sequence.flags & Flag.CUT:
+                self.cut[request_id] = sequence
+            else:
+                group = self.groups.get(sequence.cell)
+                if group is None:
+                    group = self.groups[sequence.cell] = Group()
+                group.lists[request_id] = sequence.yielded
+                group.had += sequence.had
 
     def _leave_state(self, request_id: str, sequence: Sequence) -> None:
         self._count(sequence, -1)
@@ -170,9 +191,12 @@ class Engine:
             del self.preempted[request_id]
         else:
             del self.decoding[request_id]
-            self.order = None
-            if not sequence.flags & Flag.CUT:
-                self.decode_cells[sequence.cell] -= 1
+            if sequence.flags & Flag.CUT:
+                del self.cut[request_id]
+            else:
+                group = self.groups[sequence.cell]
+                del group.lists[request_id]
+                group.had -= len(sequence.yielded)
 
     def join(self, request: Any) -> None:
         request_id = request.request_id
@@ -190,9 +214,12 @@ class Engine:
         model = process.current().model(lora.lora_name if lora is not None else None)
         prompt = request.num_prompt_tokens
         sequence = Sequence(_number() & 0xFFFFFFFF, sequence_key(request_id), prompt, model, flags)
-        # One more chunk of its input may come after it stopped, and then it does not leave.
-        sequence.resumable = getattr(request, "resumable", False)
-        self.resumable += sequence.resumable
+        if self.several_tokens:
+            tokens = getattr(request, "_output_token_ids", None)  # the list within the next one
+            sequence.yielded = request.output_token_ids if tokens is None else tokens
+            # It is emptied if one more chunk of the input comes, maybe after the sequence stopped.
+            sequence.resumable = getattr(request, "resumable", False)
+            self.resumable += sequence.resumable
         cells = self.ring.cells
         self.ring.put(
             Kind.JOIN,
@@ -219,6 +246,7 @@ class Engine:
         for request_id in self.sequences.keys() - known.keys():
             self._remove(request_id, time_now, 0)
         self.leaving.clear()
+        self.recount()
 
     # Steps
 
@@ -228,7 +256,8 @@ class Engine:
         self.step_number += 1
         step = Step(id(output), self.step_number, started, time_now)
         self.steps.append(step)
-        self._integrate_waiting(started)
+        if self.waiting:
+            self._integrate_waiting(started)
         if total:
             step.tokens = total
             step.sequences = len(output.num_scheduled_tokens)
@@ -327,29 +356,32 @@ class Engine:
         for outputs in result.values():
             count += len(outputs.outputs)
         first: list[str] = []
-        tokens: int | None = None
+        accepted: int | None = None
         if (
             count == len(self.decoding)
             and not self.prefilling
             and not self.preempted
             and not self.left_empty
+            and not self.resumable
         ):
             # Whatever can yield is decoding, and each has at most one output: all yielded.
             if self.several_tokens:
-                tokens = self._several(runner_output, time_now)
+                tokens = self._several(time_now)
+                if step.sequences == count and not self.leaving:
+                    # All that was sampled is kept: none stops in this step, none did before it.
+                    accepted = tokens - count
             else:
                 tokens = count
-                for cell, number in self.decode_cells.items():
-                    cells[GENERATED[cell]] += number
-        accepted = None if tokens is None else tokens - count
-        if tokens is None:
+                for cell, group in self.groups.items():
+                    cells[GENERATED[cell]] += len(group.lists)
+        else:
             tokens, first = self._uneven(result, time_now, step.number)
         if scheduler_output.scheduled_spec_decode_tokens:
             self._speculated(scheduler_output, runner_output, result, accepted)
         duration = time_now - max(step.started, self.last_end)
         waiting_tokens = cells[WAITING_TOKENS]
         ring.put(
-            Kind.STEP,
+            STEP,
             time_now,
             step.number & 0xFFFFFFFF,
             step.kind,
@@ -383,67 +415,48 @@ class Engine:
             self.next_snapshot = time_now + SNAPSHOT_NS
             self._snapshot(time_now)
 
-    def _several(self, runner_output: Any, time_now: int) -> int | None:
-        """Record the tokens of a step in which each decoding sequence yielded one or more: their
-        sum by cell, for who yielded how many is asked only of those that the front end cuts.
-
-        Returns the tokens that came out, or None where they must be looked at one by one: a
-        sequence that stopped keeps only some of what was sampled."""
-        sampled = runner_output.sampled_token_ids
-        if self.leaving or self.resumable or len(sampled) != len(self.decoding):
-            return None
-        numbers = list(map(len, sampled))
-        total = rest = sum(numbers)
+    def _several(self, time_now: int) -> int:
+        """Record the tokens of a step in which each decoding sequence yielded one or more, their
+        sum by cell: what all of a cell have yielded by now, less what that was before. Who yielded
+        how many is asked only of those that the front end cuts. Returns the tokens that came out.
+        """
         cells = self.ring.cells
+        total = 0
         more: list[int] = []
-        for cell, number in self.decode_cells.items():
-            if number == len(numbers):  # all in one, in whatever order
-                cells[GENERATED[cell]] += total
-                more.append(cell | total - number << 32)
-                break
-        else:
-            if runner_output.req_ids != self.order and not self._order(runner_output.req_ids):
-                return None
-            if self.cut_places:
-                pairs: list[int] = []
-                for place, sequence_number in self.cut_places:
-                    rest -= numbers[place]
-                    if numbers[place] != 1:
-                        pairs += (sequence_number, numbers[place])
-                self.ring.put_list(Kind.TOKENS, time_now, pairs)
-            for cell, pick, number in self.groups:
-                tokens = rest if pick is None else sum(pick(numbers))
-                rest -= tokens
+        for cell, group in self.groups.items():
+            lists = group.lists
+            if lists:
+                have = sum(map(len, lists.values()))
+                tokens = have - group.had
+                group.had = have
+                total += tokens
                 cells[GENERATED[cell]] += tokens
-                more.append(cell | tokens - number << 32)
-        for start in range(0, len(more), schema.COLUMNS):
-            part = more[start : start + schema.COLUMNS]
-            self.ring.put(Kind.MORE, time_now, 0, 2 * len(part), 0, *part)
+                more.append(cell | tokens - len(lists) << 32)
+        if self.cut:
+            pairs: list[int] = []
+            for sequence in self.cut.values():
+                have = len(sequence.yielded)
+                tokens = have - sequence.had
+                sequence.had = have
+                total += tokens
+                if tokens != 1:
+                    pairs += (sequence.number, tokens)
+            self.ring.put_list(Kind.TOKENS, time_now, pairs)
+        self._put_more(more, time_now)
         return total
 
-    def _order(self, request_ids: list[str]) -> bool:
-        """Learn in which order the runner tells of the decoding sequences; False if of others."""
-        places: dict[int, list[int]] = {}
-        cut_places = []
-        for place, request_id in enumerate(request_ids):
-            sequence = self.decoding.get(request_id)
-            if sequence is None:
-                return False
-            if sequence.flags & Flag.CUT:
-                cut_places.append((place, sequence.number))
-            else:
-                places.setdefault(sequence.cell, []).append(place)
-        self.groups = [
-            # Of one place the getter would yield no list.
-            (cell, itemgetter(*at) if len(at) > 1 else itemgetter(slice(at[0], at[0] + 1)), len(at))
-            for cell, at in sorted(places.items(), key=lambda group: len(group[1]))
-        ]
-        if self.groups:  # the largest has what the others leave
-            cell, _, number = self.groups[-1]
-            self.groups[-1] = cell, None, number
-        self.cut_places = cut_places
-        self.order = list(request_ids)
-        return True
+    def _put_more(self, more: list[int], time_now: int) -> None:
+        """Record what came beyond one token each: a cell, and above its 32 bits the number."""
+        for start in range(0, len(more), schema.COLUMNS):
+            part = more[start : start + schema.COLUMNS]
+            self.ring.put(MORE, time_now, 0, 2 * len(part), 0, *part)
+
+    def recount(self) -> None:
+        """Take what the sequences have by now for what they had after the last step."""
+        for group in self.groups.values():
+            group.had = sum(map(len, group.lists.values()))
+        for sequence in self.cut.values():
+            sequence.had = len(sequence.yielded)
 
     def _uneven(
         self, result: dict[int, Any], time_now: int, step_number: int
@@ -454,6 +467,7 @@ class Engine:
         (re)started."""
         ring, cells = self.ring, self.ring.cells
         pairs: list[int] = []
+        more: dict[int, int] = {}
         first: list[str] = []
         total = yielded = 0
         for outputs in result.values():
@@ -468,7 +482,10 @@ class Engine:
                     if count:
                         yielded += 1
                         sequence.step = step_number
-                    if count == 1:
+                    if count < 2:
+                        continue
+                    if not sequence.flags & Flag.CUT:
+                        more[sequence.cell] = more.get(sequence.cell, 0) + count - 1
                         continue
                 elif sequence.state is PREFILL and count:
                     first.append(request_id)
@@ -476,20 +493,21 @@ class Engine:
                     pairs += (sequence.number, count)
                     if not sequence.flags & Flag.CUT:
                         cells[GENERATED[sequence.cell]] += count
-                        if sequence.state is DECODE:
-                            cells[GENERATED[sequence.cell]] -= 1  # added for all below
         skipped = []
         if yielded != len(self.decoding):
             skipped = [s for s in self.decoding.values() if s.step != step_number]
-        for cell, number in self.decode_cells.items():
-            cells[GENERATED[cell]] += number
+        for cell, group in self.groups.items():
+            cells[GENERATED[cell]] += len(group.lists) + more.get(cell, 0)
         for sequence in skipped:
             if not sequence.flags & Flag.CUT:
                 cells[GENERATED[sequence.cell]] -= 1
+        self._put_more([cell | tokens << 32 for cell, tokens in more.items()], time_now)
         if pairs:
             ring.put_list(Kind.TOKENS, time_now, pairs)
         if skipped:
             ring.put_list(Kind.SKIP, time_now, [sequence.number for sequence in skipped])
+        if self.several_tokens:
+            self.recount()
         return total, first
 
     def _speculated(
@@ -571,7 +589,9 @@ class Engine:
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
             self._leave_state(request_id, sequence)
-            self.resumable -= sequence.resumable
+            if sequence.resumable:
+                self.resumable -= 1
+                self.recount()
             self.ring.put(Kind.LEAVE, time_now, sequence.number, 0, 0, tokens, sequence.key)
 
 
@@ -599,7 +619,7 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
         "worker"
     ):
-        state.lacks("ray", "worker")  # they were made before the scheduler
+        state.lacks("ray", "worker", "gpu_clock")  # they were made before the scheduler
     if state.ring is not None:
         for model_number in range(schema.MODEL_SLOTS):  # what an engine before this one left behind
             first = schema.model_cell("requests", model_number)

@@ -47,6 +47,7 @@ MEANING = {
     "unknown_gpu": "which of the machine's GPUs the server uses cannot be told from what its "
     "workers say",
     "no_kv_pool": "the engine's KV-cache blocks are not known",
+    "failed": "it failed in the server, whose log says how; the server is unaffected",
 }
 """The values of the label `reason`, for a person."""
 
@@ -108,5 +109,14 @@ FEATURES = (
         (*NVML, "no_kv_pool"),
     ),
     Feature("torch_memory", "memory of PyTorch's allocator", ("ray", "no_gpu", "not_supported")),
+    Feature(
+        "gpu_clock",
+        "how long forward and sampling took on the GPU",
+        ("no_gpu", "failed", "ray"),
+    ),
 )
-GPU_FEATURES = tuple(f.name for f in FEATURES if f.name.startswith(("gpu_", "torch_")))
+GPU_FEATURES = tuple(
+    f.name
+    for f in FEATURES
+    if f.name.startswith(("gpu_", "torch_")) and f.name != "gpu_clock"  # the worker's own to say
+)

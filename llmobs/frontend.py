@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from llmobs import process, schema
+from llmobs import pauses, process, schema
 from llmobs.guard import GUARD
 from llmobs.ring import Writer
 from llmobs.schema import Finish, Flag, Kind, Outcome, Route
@@ -223,17 +223,21 @@ class EdgeApp:
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        self._loop_watched = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.app, name)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         edge = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            try:
+        try:
+            if scope["type"] == "http" and scope["method"] == "POST":
                 edge = arrive(scope)
-            except Exception:
-                GUARD.failed("http_edge")
+            if not self._loop_watched or scope["type"] == "lifespan":
+                self._loop_watched = True
+                pauses.watch_loop()
+        except Exception:
+            GUARD.failed("http_edge")
         if edge is None:
             await self.app(scope, receive, send)
             return
@@ -468,6 +472,7 @@ def is_cut(params: Any) -> bool:
 
 def _library_edge(request: Any, parent: Any, time_now: int) -> tuple[Edge, int]:
     """The request of a call from Python: all sequences of one parent are one request."""
+    pauses.watch_loop()  # where AsyncLLM is used, one runs here
     family = parent.request_id if parent is not None else None
     if family is not None and family in _FAMILIES:
         return _FAMILIES[family], 0

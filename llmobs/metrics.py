@@ -36,6 +36,9 @@ RESULTS = ("good", "bad", "excluded")
 TERMS = ("constant", "linear", "quadratic")
 STAGES = ("schedule", "forward", "sampling", "update")
 DROP_REASONS = ("queue_full", "export_failed", "shutdown")
+CLOCKS = ("host", "gpu")
+STALL_CAUSES = ("frozen", "gc", "preemption", "prefill", "worker", "unknown")
+"""Of two that explain a stall the first one is told."""
 HAND_OVER = "hand_over"
 """The reason of a wait between front end and engine core. It alone is kept by the agent, so it is
 a series of its own: one sum of a total and an agent's figure would fall back when the agent is
@@ -61,6 +64,8 @@ class Metric:
     exactness: Exactness
     unit: str = ""
     boundaries: str = ""
+    absent: tuple[str, ...] = ()
+    """Label values without a series until there is something to tell: not all servers have it."""
 
     @property
     def bounds(self) -> tuple[float, ...]:
@@ -236,6 +241,47 @@ METRICS = (
         "Engine steps by stage. Forward and sampling are host time in the first worker.",
         {**ENGINE, "stage": STAGES, "batch_kind": schema.names(schema.BatchKind)},
         _R,
+        "seconds",
+        "step_seconds",
+    ),
+    Metric(
+        "llmobs_forward_seconds",
+        _H,
+        "The forward pass of the engine's steps in the first worker: `host` is the time that the "
+        "call took there (with a GPU mostly that of launching its work), `gpu` the GPU's own time "
+        "for it, of all batches with a part of a prompt and of every eighth other one.",
+        {**ENGINE, "clock": CLOCKS, "batch_kind": schema.names(schema.BatchKind)},
+        _R,
+        "seconds",
+        "step_seconds",
+        absent=("gpu",),
+    ),
+    Metric(
+        "llmobs_stall_seconds_total",
+        _C,
+        "Seconds by which engine steps stood still, or took more than 0.2 s and ten times the "
+        "usual while sequences ran, by cause: `frozen` (the process was stopped or got no CPU), "
+        "`gc` (Python's garbage collector), `preemption` (a recompute in the batch), `prefill` (a "
+        "prompt in the batch), `worker` (it computed for so long), `unknown`.",
+        {**ENGINE, "cause": STALL_CAUSES},
+        _R,
+        "seconds",
+    ),
+    Metric(
+        "llmobs_gc_pause_seconds",
+        _H,
+        "Pauses by Python's garbage collector, of all threads of a process.",
+        {**MODEL, "process": OPEN},
+        _T,
+        "seconds",
+        "step_seconds",
+    ),
+    Metric(
+        "llmobs_event_loop_lag_seconds",
+        _H,
+        "How late the event loop of a process came to a timer, asked ten times a second.",
+        {**MODEL, "process": OPEN},
+        _T,
         "seconds",
         "step_seconds",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import wrapt
 
-from llmobs import engine, frontend, process, worker
+from llmobs import engine, frontend, pauses, process, worker
 from llmobs.guard import GUARD, Observer, wrap
 
 
@@ -153,7 +153,7 @@ PROBES = (
         "worker",
         (f"{_WORKER}.execute_model",),
         ("scheduler_output",),
-        before=worker.call_starts,
+        before=worker.forward_starts,
         after=worker.forwarded,
         raised=process.raised,
     ),
@@ -161,7 +161,7 @@ PROBES = (
         "sample",
         "worker",
         (f"{_WORKER}.sample_tokens",),
-        before=worker.call_starts,
+        before=worker.sampling_starts,
         after=worker.sampled,
         raised=process.raised,
     ),
@@ -181,8 +181,9 @@ PROBES = (
     Probe("warm_up", "worker", (f"{_WORKER}.compile_or_warm_up_model",), after=worker.warmed_up),
 )
 ROLES = {probe.name: probe.role for probe in PROBES}
-BESIDE = ("attach", "watch", "proxy")
-"""What the guard also covers: putting probes on, keeping an agent, OpenTelemetry's page."""
+BESIDE = ("attach", "watch", "proxy", "gpu_clock", "pauses")
+"""What the guard also covers: putting probes on, keeping an agent, OpenTelemetry's page, the GPU's
+clock, the pauses of Python itself."""
 NUMBERS = {name: number for number, name in enumerate((*(p.name for p in PROBES), *BESIDE))}
 
 _applied: list[tuple[Any, str, Any, Any]] = []
@@ -322,6 +323,7 @@ def detach() -> None:
     global _hooked
     _hooked = False
     _ruled_out.clear()
+    pauses.stop()
     while _applied:
         owner, attribute, original, replacement = _applied.pop()
         if owner.__dict__.get(attribute) is replacement:

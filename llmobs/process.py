@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmobs import __version__, schema
+from llmobs import __version__, pauses, schema
 from llmobs.children import Children
 from llmobs.features import MEANING
 from llmobs.guard import GUARD
 from llmobs.proxy import join_exporter
 from llmobs.ring import SUFFIX, Reader, RingError, Writer, start_ticks
 from llmobs.settings import SERVER_ENVIRON, SERVER_RUN, SLO_FILE, Settings, read_settings, slo_file
-from llmobs.slo import LAYOUT, PROBLEM
+from llmobs.slo import BUCKET_LIMITS, PROBLEM, STEP_SECONDS
 
 log = logging.getLogger("llmobs")
 
@@ -101,6 +101,7 @@ class Process:
             for probe in self.missing:
                 self._say_missing(probe)
             atexit.register(self._ends)
+            pauses.watch(self.ring)
             watch = threading.Thread(
                 target=_watch, args=(self, folder), name="llmobs-watch", daemon=True
             )
@@ -136,7 +137,8 @@ class Process:
             "probes": self.probes,
             "probe_numbers": self.probe_numbers,
             "lacking": self.lacking,
-            "layout": LAYOUT,
+            "buckets": BUCKET_LIMITS,
+            "step_seconds": STEP_SECONDS,
             **self.extra,
         }
 
@@ -172,11 +174,13 @@ class Process:
             pass  # better said twice than not at all
         log.warning("%s", self.missing[probe])
 
-    def lacks(self, reason: str, *features: str) -> None:
-        """Say, here and on the page, that something cannot be told of this server."""
+    def lacks(self, reason: str, *features: str, said: bool = True) -> None:
+        """Say, here (unless it is no surprise) and on the page, that something cannot be told of
+        this server."""
         if features[0] not in self.lacking:
             self.lacking |= dict.fromkeys(features, reason)
-            log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
+            if said:
+                log.warning("llmobs: no %s here: %s", " and ".join(features), MEANING[reason])
             self.write_info()
 
     def sees(self, role: str) -> bool:
@@ -294,8 +298,8 @@ def raised(probe: str, error: Exception) -> None:
 
 
 def _watch(process: Process, folder: Path) -> None:
-    """As long as this process lives: say so, and see how its children end; keep an agent alive, and
-    say once where the metrics are."""
+    """As long as this process lives: say so, notice when it stood still, and see how its children
+    end; keep an agent alive, and say once where the metrics are."""
     said: list[str] = []
     stamp = folder / "agent.started"
     starts = 0  # since an agent was last seen to run
@@ -313,7 +317,7 @@ def _watch(process: Process, folder: Path) -> None:
                     folder,
                 )
                 return
-            if agent_runs(folder):
+            if process.settings.agent is not None or agent_runs(folder):
                 starts = 0
             else:
                 started = stamp.stat().st_mtime if stamp.exists() else 0.0
@@ -326,7 +330,7 @@ def _watch(process: Process, folder: Path) -> None:
                         )
                     stamp.touch()
                     spawn_agent(folder)
-            if speaker:
+            if speaker and process.settings.agent is None:
                 said = _say(folder, said)
         except FileNotFoundError:
             pass  # removed at this very moment, see above
@@ -339,7 +343,9 @@ def _look_round(ring: Writer, children: Children, seconds: float) -> None:
     """Say that this process lives, then wait: so long, or until a child ends."""
     try:
         ring.cells[ALIVE_WALL], ring.cells[ALIVE] = time.time_ns(), time.monotonic_ns()
-        for pid, code in children.wait(seconds).items():
+        with pauses.waiting(ring, seconds):
+            ended = children.wait(seconds)
+        for pid, code in ended.items():
             ring.put(schema.Kind.EXIT, time.monotonic_ns(), 0, 0, 0, pid, code)
     except Exception:
         GUARD.failed("watch")

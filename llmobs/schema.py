@@ -19,7 +19,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from llmobs.slo import BUCKET_NAMES, UNKNOWN
+from llmobs.slo import BUCKET_NAMES, SLO, UNKNOWN
 
 MAGIC = b"LLMOBSR1"
 VERSION = 2
@@ -120,6 +120,17 @@ class Kind(IntEnum):
     """Worker.execute_model returned; start, sequences, tokens."""
     SAMPLE = 33
     """Worker.sample_tokens returned; start."""
+    GPU = 34
+    """The GPU's own time for a batch; when Worker.execute_model began, forward, sampling (-1: there
+    was none). Written some batches later."""
+
+    # any process
+    COLLECTION = 40
+    """A long pause by Python's garbage collector. x: generation; start."""
+    LAG = 41
+    """The event loop came late to a timer. When that was due."""
+    FROZEN = 42
+    """No thread of the process ran. Since when, at the latest."""
 
     # any process, about processes
     EXIT = 43
@@ -235,6 +246,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "state": ("waiting", "running"),
     "torch_memory": ("allocated", "reserved", "peak"),
     "torch_event": ("alloc_retry", "oom"),
+    "step_le": (*(str(float(bound)) for bound in SLO.step_seconds), "+Inf"),
 }
 
 MODEL_SLOTS = 22
@@ -260,6 +272,10 @@ PER_PROCESS: dict[str, tuple[str, ...]] = {
     "spec_tokens": ("kind",),
     "last_step_wall_ns": (),
     "edges_ended": (),
+    "gc_pause": ("step_le",),
+    "gc_pause_ns": (),
+    "loop_lag": ("step_le",),
+    "loop_lag_ns": (),
     "alive_wall_ns": (),
     "alive_ns": (),
     "torch_memory": ("torch_memory",),

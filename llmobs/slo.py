@@ -232,9 +232,6 @@ def _load_or_default() -> tuple[Slo, str]:
 SLO, PROBLEM = _load_or_default()
 """What this process goes by; why it is not what LLMOBS_SLO_FILE says, if so."""
 BUCKET_NAMES = tuple(bucket.name for bucket in SLO.buckets)
-LAYOUT = {
-    "buckets": [[bucket.name, bucket.limit] for bucket in SLO.buckets],
-    "step_seconds": list(SLO.step_seconds),
-}
-"""What a ring's totals are laid out by. It stands in every ring's header: a reader with another one
-must not read on."""
+BUCKET_LIMITS = [[bucket.name, bucket.limit] for bucket in SLO.buckets]
+STEP_SECONDS = list(SLO.step_seconds)
+"""These stand in the header of every ring: a reader with others must not read on."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmobs import probes, process
+from llmobs import pauses, probes, process
 from llmobs.guard import GUARD
 
 
@@ -25,6 +25,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(GUARD, "total", 0)
     monkeypatch.setattr(GUARD, "_said", set())
     monkeypatch.setattr(GUARD, "on_failure", None)
+    monkeypatch.setattr(pauses, "watch", lambda ring: None)  # a collection of pytest's own
     yield
     if probes._hooked or probes._applied:
         probes.detach()

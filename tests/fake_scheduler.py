@@ -25,10 +25,14 @@ class Request:
     lora_request: Any = None
     status: Any = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
     num_computed_tokens: int = 0
-    num_output_tokens: int = 0
+    _output_token_ids: list[int] = field(default_factory=list)
     placeholders: int = 0
     in_flight: int = 0
     stale: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._output_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -210,7 +214,7 @@ class Scheduler:
             count = min(count, known.max_tokens - known.num_output_tokens)
             if not count:
                 continue
-            known.num_output_tokens += count
+            known._output_token_ids += [7] * count
             if known.num_output_tokens >= known.max_tokens:
                 self._finish(known, "FINISHED_LENGTH_CAPPED")
             came_out.append((known, count))

@@ -114,22 +114,29 @@ def drive(scheduler: Scheduler, random: Random, victims: int) -> int:
     """One step; the tokens that came out."""
     cached = iter(lambda: random.choice([0, 0, 3]), None)
     output = scheduler.schedule(1, victims, 10_000, 7, cached, lambda: None)
-    pairs = scheduler.update(output, lambda r, most: 1, lambda r: False, lambda: None)
+    sampled = random.choice([lambda r, most: 1, lambda r, most: random.randint(1, most)])
+    pairs = scheduler.update(output, sampled, lambda r: False, lambda: None)
     return sum(tokens for _, tokens in pairs)
 
 
-@given(st.randoms(use_true_random=False), st.booleans(), st.sampled_from([0.05, 0.3, 0.9]))
+@given(
+    st.randoms(use_true_random=False),
+    st.booleans(),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0.05, 0.3, 0.9]),
+)
 @settings(deadline=None, max_examples=100)
 def test_whichever_probes_fail_what_comes_after_is_exact(
-    random: Random, ahead: bool, share: float
+    random: Random, ahead: bool, drafts: int, share: float
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_watch", lambda *_: None)
         patch.setattr(GUARD, "total", 0)
         ring = Writer(Path(folder) / "a.ring", 512, ENGINE)
-        patch.setattr(engine, "ENGINE", engine.Engine(ring, several_tokens=False))
+        patch.setattr(engine, "ENGINE", engine.Engine(ring, several_tokens=drafts > 0))
         probes = Failing(random)
-        probes.scheduler = scheduler = Scheduler(probes, lambda: 1, ahead)  # type: ignore[arg-type]
+        scheduler = Scheduler(probes, lambda: 1, ahead, drafts)  # type: ignore[arg-type]
+        probes.scheduler = scheduler
         names = map(str, itertools.count())
         probes.share = share
         for _ in range(random.randint(1, 40)):
@@ -159,3 +166,76 @@ def test_whichever_probes_fail_what_comes_after_is_exact(
         assert engine.ENGINE is not None
         assert not engine.ENGINE.sequences
         assert GUARD.total == failures
+
+
+def speculating(ring: Writer, names: str, resumable: str) -> tuple[Any, dict[str, Any]]:
+    """An engine all of whose requests have yielded their first token, and what vLLM has of them."""
+    follower = engine.Engine(ring, several_tokens=True)
+    requests = {name: request(name, 10, 100) for name in names}
+    for name, known in requests.items():
+        known.resumable = name in resumable  # type: ignore[attr-defined]
+        follower.join(known)
+    new = [SimpleNamespace(req_id=name) for name in names]
+    step(follower, requests, dict.fromkeys(names, 1), new)
+    return follower, requests
+
+
+def step(follower: Any, requests: dict[str, Any], yielded: dict[str, int], new: Any = ()) -> None:
+    """A step in which these yield so many tokens."""
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=1,
+        num_scheduled_tokens=yielded,
+        scheduled_new_reqs=new,
+        scheduled_spec_decode_tokens={},
+    )
+    scheduler = SimpleNamespace(requests=requests, running=requests, max_num_running_reqs=1)
+    follower.scheduled(scheduler, output, 1)
+    outputs = []
+    for name, tokens in yielded.items():
+        requests[name]._output_token_ids += [7] * tokens
+        outputs.append(SimpleNamespace(request_id=name, new_token_ids=[7] * tokens))
+    follower.updated(output, None, {0: SimpleNamespace(outputs=outputs, scheduler_stats=None)}, 1)
+
+
+def generated(ring: Writer) -> int:
+    return ring.cells[schema.model_cell("generated_tokens", 0)]
+
+
+@pytest.mark.parametrize("emptied_by", ["between steps", "before it leaves"])
+def test_a_streamed_input_empties_the_list_of_what_a_request_has_yielded(
+    ring: Writer, emptied_by: str
+) -> None:
+    """vLLM makes the output part of the prompt then. What is counted must not fall with it."""
+    follower, requests = speculating(ring, "abc", resumable="ab")
+    step(follower, requests, {"a": 3, "b": 2, "c": 4})
+    assert generated(ring) == 3 + 9
+    requests["a"]._output_token_ids.clear()
+    if emptied_by == "between steps":
+        step(follower, requests, {"a": 1, "b": 2, "c": 3})
+    else:
+        step(follower, requests, {"b": 2, "c": 4})
+    assert generated(ring) == 3 + 9 + 6
+    for name in "ab":
+        requests[name]._output_token_ids.clear()
+        follower.leave(requests.pop(name))
+    step(follower, requests, {"c": 2})
+    follower.leave(requests.pop("c"))
+    assert generated(ring) == 3 + 9 + 6 + 2
+    requests["d"] = request("d", 10, 100)
+    follower.join(requests["d"])
+    step(follower, requests, {"d": 1}, [SimpleNamespace(req_id="d")])
+    step(follower, requests, {"d": 3})
+    assert generated(ring) == 3 + 9 + 6 + 2 + 4
+
+
+def test_a_vllm_that_keeps_its_tokens_elsewhere_is_counted_as_well(ring: Writer) -> None:
+    """Then the list is asked for by its public name."""
+    follower = engine.Engine(ring, several_tokens=True)
+    new = request("a", 10, 100)
+    tokens = new._output_token_ids
+    other = SimpleNamespace(**{n: v for n, v in vars(new).items() if n != "_output_token_ids"})
+    other.output_token_ids = tokens
+    follower.join(other)
+    step(follower, {"a": new}, {"a": 1}, [SimpleNamespace(req_id="a")])
+    step(follower, {"a": new}, {"a": 4})
+    assert generated(ring) == 5

@@ -81,6 +81,7 @@ def test_the_vocabulary() -> None:
         *("front_end", "http_edge", "latency_model", "worker"),
         *("host_cpu", "run_queue", "cgroup_cpu", "pressure"),
         *GPU,
+        "gpu_clock",
     )
     reasons = {(f.name, reason) for f in FEATURES for reason in f.reasons}
     assert reasons == {
@@ -101,6 +102,9 @@ def test_the_vocabulary() -> None:
         *((feature, reason) for feature in GPU[:-1] for reason in NVML),
         ("gpu_memory_effective", "no_kv_pool"),
         *(("torch_memory", reason) for reason in ("ray", "no_gpu", "not_supported")),
+        ("gpu_clock", "no_gpu"),
+        ("gpu_clock", "failed"),
+        ("gpu_clock", "ray"),
     }
     assert set(MEANING) == {reason for _, reason in reasons}
 
@@ -155,7 +159,7 @@ def test_the_rust_front_end_is_known_before_its_first_request(
 
 def test_workers_in_rays_actors(base: Path) -> None:
     started(executor="ray")
-    assert current().lacking == {"worker": "ray"}
+    assert current().lacking == {"worker": "ray", "gpu_clock": "ray"}
 
 
 def samples(run: Run) -> dict[tuple[str, str, str], float]:
@@ -185,6 +189,7 @@ def test_the_page_says_why(tmp_path: Path) -> None:
         (MODEL, "cgroup_cpu", ""): 1,
         (MODEL, "pressure", ""): 1,
         **{(MODEL, feature, ""): 1 for feature in GPU},
+        (MODEL, "gpu_clock", ""): 1,
     }
 
 

@@ -9,30 +9,28 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-NANOSECOND, MICROSECOND = 1e-9, 1e-6
-
 
 @dataclass(frozen=True)
 class Throttled:
-    """`seconds` are added up over the CPUs, so there may be several in a second."""
+    """`nanoseconds` are added up over the CPUs, so in a second there may be several seconds."""
 
-    seconds: float = 0.0
+    nanoseconds: int = 0
     throttled: int = 0
     periods: int = 0
 
     def since(self, before: "Throttled") -> "Throttled":
         """What was added. A cgroup that was removed and made anew counts from 0."""
-        if self.periods < before.periods or self.seconds < before.seconds:
+        if self.periods < before.periods or self.nanoseconds < before.nanoseconds:
             return self
         return Throttled(
-            self.seconds - before.seconds,
+            self.nanoseconds - before.nanoseconds,
             self.throttled - before.throttled,
             self.periods - before.periods,
         )
 
     def __add__(self, more: "Throttled") -> "Throttled":
         return Throttled(
-            self.seconds + more.seconds,
+            self.nanoseconds + more.nanoseconds,
             self.throttled + more.throttled,
             self.periods + more.periods,
         )
@@ -72,7 +70,7 @@ class Cgroup:
         ]
         if not grown:
             raise FileNotFoundError(f"{self._levels[0]}: no CPU controller here or above")
-        self.total += max(grown, key=lambda g: (g.seconds, g.throttled, g.periods))
+        self.total += max(grown, key=lambda g: (g.nanoseconds, g.throttled, g.periods))
         self.readable = True
 
     def _grown(self, level: Path, counted: Throttled, own: bool) -> Throttled:
@@ -159,10 +157,10 @@ def _throttled(level: Path) -> Throttled | None:
     if "nr_periods" not in counted:
         return None
     if "throttled_usec" in counted:
-        seconds = int(counted["throttled_usec"]) * MICROSECOND
+        nanoseconds = int(counted["throttled_usec"]) * 1000
     else:
-        seconds = int(counted["throttled_time"]) * NANOSECOND
-    return Throttled(seconds, int(counted["nr_throttled"]), int(counted["nr_periods"]))
+        nanoseconds = int(counted["throttled_time"])
+    return Throttled(nanoseconds, int(counted["nr_throttled"]), int(counted["nr_periods"]))
 
 
 def _quota(level: Path) -> float | None:

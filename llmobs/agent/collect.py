@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from llmobs import __version__, schema
 from llmobs.agent.run import Run, Source
 from llmobs.agent.signals import Samples
+from llmobs.agent.store import Histogram
 from llmobs.features import FEATURES
 from llmobs.metrics import BY_NAME, DROP_REASONS, METRICS, OBJECTIVES, TERMS, Metric, Type
 from llmobs.probes import NUMBERS, ROLES
@@ -41,6 +42,13 @@ FROM_TOTALS: dict[str, tuple[str, float]] = {
     "llmobs_engine_last_step_timestamp_seconds": ("last_step_wall_ns", 1e-9),
 }
 """Metric: the total it is read from, and its scale."""
+HISTOGRAMS_FROM_TOTALS = {
+    "llmobs_gc_pause_seconds": ("gc_pause", "gc_pause_ns"),
+    "llmobs_event_loop_lag_seconds": ("loop_lag", "loop_lag_ns"),
+}
+"""Metric: the totals of its buckets, and of its sum in nanoseconds."""
+ABSENT_AT_ZERO = {"llmobs_event_loop_lag_seconds"}
+"""No process without an event loop has a lag of it."""
 
 
 class RunCollector(Collector):
@@ -76,7 +84,7 @@ class RunCollector(Collector):
         family: Any
         if metric.type is Type.HISTOGRAM:
             family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
-            for values, child in self.run.store.histograms.get(metric.name, {}).items():
+            for values, child in histograms(self.run, metric).items():
                 family.add_metric(values, child.cumulative(), child.sum)
             return family
         make: Any = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
@@ -126,6 +134,23 @@ class RunCollector(Collector):
                 for offset, values in enumerate(combinations):
                     key = (*prefix, *values)
                     samples[key] = samples.get(key, 0) + cells[base + offset] * scale
+
+
+def histograms(run: Run, metric: Metric) -> dict[tuple[str, ...], Histogram]:
+    """The children of a histogram, by the values of its labels."""
+    if metric.name not in HISTOGRAMS_FROM_TOTALS:
+        return run.store.histograms.get(metric.name, {})
+    buckets, total = (schema.PROCESS_CELL[name] for name in HISTOGRAMS_FROM_TOTALS[metric.name])
+    children: dict[tuple[str, ...], Histogram] = {}
+    for source in run.sources.values():
+        counts = list(source.cells[buckets : buckets + len(metric.bounds) + 1])
+        if not source.models or (not any(counts) and metric.name in ABSENT_AT_ZERO):
+            continue
+        key = (source.models[0], source.roles[0])
+        child = children.setdefault(key, Histogram(metric.bounds))
+        child.counts = [a + b for a, b in zip(child.counts, counts, strict=True)]
+        child.sum += source.cells[total] / 1e9
+    return children
 
 
 def _models(source: Source, per_model: bool) -> list[str]:

@@ -21,9 +21,9 @@ FRESH_SECONDS = 1.0
 """No figure of the page is older than that, where the page is asked for at all."""
 SLOW_SECONDS = 5.0
 """So often they are read anyway: what threads and processes did that end is lost if unread."""
-LEAST_REST = 200
+LEAST_REST = 100
 """After a look there is a rest of so many times the CPU time that it took: thousands of threads may
-cost half a per cent of a core, not more."""
+cost a per cent of a core, not more."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -77,7 +77,7 @@ class Host:
                 for name, values in read().items():
                     # The machine is that of every server; its figures do not add up over models.
                     self._samples[name] = {(m, *v): x for m in models for v, x in values.items()}
-            except (OSError, ValueError, IndexError) as error:
+            except (OSError, ValueError, LookupError) as error:
                 self._lacks(feature, reason, error)
         self._read_processes(models)
         self._read_cgroups()
@@ -109,7 +109,7 @@ class Host:
                 kind, *fields = line.split()
                 if kind in kinds:
                     total = dict(field.split("=") for field in fields)["total"]
-                    seconds[resource, kind] = int(total) * 1e-6
+                    seconds[resource, kind] = int(total) / 1e6
         return {"llmobs_pressure_seconds_total": seconds}
 
     def _read_processes(self, models: list[str]) -> None:
@@ -123,7 +123,7 @@ class Host:
             cpu[key] = sum(account.cpu for account in some) / TICKS
             known = [account.delay for account in some if account.delay is not None]
             if known:
-                delays[key] = sum(known) * 1e-9
+                delays[key] = sum(known) / 1e9
         self._samples["llmobs_process_cpu_seconds_total"] = cpu
         self._samples["llmobs_process_run_queue_seconds_total"] = delays
         if reason := self._processes.unreadable():
@@ -140,13 +140,14 @@ class Host:
                 continue
             try:
                 cgroup.read(running[0])
-            except (OSError, ValueError, KeyError, IndexError) as error:
+            except (OSError, ValueError, LookupError) as error:
                 if (self._proc / str(running[0])).is_dir():  # else it has just ended
-                    cgroup.readable = False
+                    cgroup.readable, cgroup.quota = False, None
                     self._lacks("cgroup_cpu", "no_cgroup", error)
             for pid in running:
-                with contextlib.suppress(OSError, ValueError, StopIteration):
-                    allowed.setdefault(sources[0].models[0], set()).update(self._allowed(pid))
+                with contextlib.suppress(OSError, ValueError, LookupError):
+                    cpus = self._allowed(pid)
+                    allowed.setdefault(sources[0].models[0], set()).update(cpus)
         known = {m: [c.total for c in some if c.readable] for m, some in totals.items()}
         sums = {model: sum(some, Throttled()) for model, some in known.items() if some}
         self._samples |= {
@@ -154,7 +155,9 @@ class Host:
             "llmobs_cgroup_cpu_throttled_periods_total": {
                 (m,): s.throttled for m, s in sums.items()
             },
-            "llmobs_cgroup_cpu_throttled_seconds_total": {(m,): s.seconds for m, s in sums.items()},
+            "llmobs_cgroup_cpu_throttled_seconds_total": {
+                (m,): s.nanoseconds / 1e9 for m, s in sums.items()
+            },
             "llmobs_cpus": {
                 (m,): min(len(cpus), sum(c.quota or inf for c in totals[m]))
                 for m, cpus in allowed.items()
@@ -174,7 +177,7 @@ class Host:
         """The CPUs that its affinity and its cpuset leave to a process: the kernel keeps the former
         within the latter."""
         lines = (self._proc / str(pid) / "status").read_text().splitlines()
-        text = next(line for line in lines if line.startswith("Cpus_allowed_list:"))
+        (text,) = (line for line in lines if line.startswith("Cpus_allowed_list:"))
         cpus: set[int] = set()
         for part in text.split()[1].split(","):
             first, _, last = part.partition("-")

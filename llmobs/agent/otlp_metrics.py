@@ -26,7 +26,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from llmobs import __version__
-from llmobs.agent.collect import RunCollector
+from llmobs.agent.collect import RunCollector, histograms
 from llmobs.agent.otlp import LastError, otlp_exporter
 from llmobs.agent.run import Run
 from llmobs.agent.store import Histogram as Kept
@@ -117,7 +117,7 @@ class OtlpMetrics:
         names = list(table.labels)
         name = table.name
         if table.type is Type.HISTOGRAM:
-            children = self.run.store.histograms.get(table.name, {})
+            children = histograms(self.run, table)
             unit = "s" if table.unit == "seconds" else "1"
             return self._histogram(
                 name,

@@ -1,6 +1,5 @@
 """What the server's processes, and the agent, had of the CPUs, and how long they waited for one."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -55,14 +54,13 @@ class Account:
         waited: dict[str, int] = {}
         runs = 0
         for thread in os.listdir(f"{self._folder}/task"):
-            # A thread may end while we look.
-            with (
-                contextlib.suppress(FileNotFoundError, ProcessLookupError),
-                open(f"{self._folder}/task/{thread}/schedstat", "rb", 0) as file,
-            ):
-                _, delay, turns = file.read().split()
-                waited[thread] = int(delay)
-                runs += int(turns)
+            try:
+                with open(f"{self._folder}/task/{thread}/schedstat", "rb", 0) as file:
+                    _, delay, turns = file.read().split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            waited[thread] = int(delay)
+            runs += int(turns)
         if not runs:
             return  # a kernel that does not count says 0, or has no such file
         for thread, now in waited.items():

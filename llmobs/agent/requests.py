@@ -279,7 +279,7 @@ class RequestView:
     def model(self, ring: int, model: int) -> str:
         """The name of a model, as this front end numbers them."""
         models = self.models.get(ring, [])
-        return models[model] if model < len(models) else "other"
+        return models[model] if 0 <= model < len(models) else "other"
 
     def _observe_first(self, ring: int, request: Request, time_: int) -> None:
         """Book the time to the first token, and the length: both are known now."""

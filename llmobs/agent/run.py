@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from llmobs import schema
 from llmobs.agent.requests import U64, RequestView
 from llmobs.agent.signals import Signal
-from llmobs.agent.steps import EngineView
+from llmobs.agent.steps import SETTLE_NS, EngineView
 from llmobs.agent.store import Store
 from llmobs.metrics import DROP_REASONS, HAND_OVER, METRICS, Exactness, Type
 from llmobs.ring import SUFFIX, Reader, RingError
 from llmobs.schema import Kind
-from llmobs.slo import LAYOUT
+from llmobs.slo import BUCKET_LIMITS, STEP_SECONDS
 
 log = logging.getLogger("llmobs.agent")
 
@@ -28,6 +28,7 @@ BATCH = 2048
 PROCESS_ROLES = ("api_server", "engine_core", "worker")
 FRONT_KINDS = frozenset({k for k in Kind if k < Kind.JOIN})
 PROCESS_KINDS = frozenset({Kind.EXIT, Kind.RAISED, Kind.BROKEN})
+PAUSE_KINDS = frozenset({Kind.COLLECTION, Kind.LAG, Kind.FROZEN})
 
 
 class Raised(NamedTuple):
@@ -186,6 +187,7 @@ class Run:
         now = time.monotonic_ns()
         for engine in self.engines.values():
             engine.match()
+            engine.judge(now - SETTLE_NS)
         for signal in self.signals:
             signal.poll()
         self.requests.tidy(now, any(s.alive and s.engine for s in self.sources.values()))
@@ -219,10 +221,13 @@ class Run:
             return
         if not described(info):
             raise RingError(f"{source.reader.path}: the description of its process is damaged")
-        layout = info.get("layout", LAYOUT)
-        if layout != LAYOUT:
+        buckets = info.get("buckets", BUCKET_LIMITS)
+        steps = info.get("step_seconds", STEP_SECONDS)
+        if (buckets, steps) != (BUCKET_LIMITS, STEP_SECONDS):
             # Its totals and its records go by other cells: nothing in it means what we would think.
-            problem = f"its layout is {layout}, the agent's {LAYOUT}"
+            problem = f"its context buckets are {buckets}, the agent's {BUCKET_LIMITS}"
+            if buckets == BUCKET_LIMITS:
+                problem = f"its step_seconds are {steps}, the agent's {STEP_SECONDS}"
             self.say(
                 f"llmobs: {source.reader.path.name} is not read, {problem}: both must go by the "
                 "same LLMOBS_SLO_FILE; start the server again"
@@ -247,7 +252,9 @@ class Run:
                 self.requests.default_engine = min(name for _, name in self.engines)
                 self.requests.several_engines = len(self.engines) > 1
             source.engine = engine
-            engine.front_end = "front_end" not in info.get("lacking", {})
+            lacking = info.get("lacking", {})
+            engine.front_end = "front_end" not in lacking
+            engine.host_only = engine.host_only or lacking.get("gpu_clock") == "no_gpu"
             if "engine_core" in source.roles or not engine.models:
                 engine.models = models
         for model in models:
@@ -286,6 +293,8 @@ class Run:
             source.alive = alive
             if not alive:
                 source.finish()
+                if source.engine is not None and "engine_core" in source.roles:
+                    source.engine.alive_wall = 0
         return source.records - before
 
     def _tail(self, source: Source) -> None:
@@ -297,6 +306,8 @@ class Run:
                 raise RingError(f"{source.reader.path}: its process is not described")
             return
         source.cells = source.reader.totals()
+        if source.engine is not None and "engine_core" in source.roles:
+            source.engine.alive_wall = source.cells[schema.PROCESS_CELL["alive_wall_ns"]]
         # One round of the ring, from where it can still be read: what stood there when we came is
         # then read or lost. One that is written faster than we read must not keep us from others.
         reader, lost_before = source.reader, source.lost
@@ -339,6 +350,8 @@ class Run:
                     continue
                 elif record[1] in FRONT_KINDS:
                     self.requests.feed(number, record)
+                elif record[1] in PAUSE_KINDS:
+                    self._pause(source, record)
                 elif engine is not None:
                     engine.feed(record)
             except Exception as error:
@@ -350,6 +363,13 @@ class Run:
                 self._gap(source, len(records) - place)
                 break
         self._describe(source)
+
+    def _pause(self, source: Source, record: tuple[Any, ...]) -> None:
+        """A process stood still: whatever it had to do waited."""
+        _, kind, _, _, _, columns, end, _ = record
+        pause = (source.roles[0], kind, columns[0], end)
+        if source.engine is not None:
+            source.engine.pauses.add(*pause)
 
     def skip_to_newest(self) -> None:
         """After a restart: what was read before must not be counted twice. A ring that has not gone

@@ -40,6 +40,9 @@ def operation(route: int) -> str:
     return OPERATIONS.get(Route(route), "text_completion")
 
 
+STALLS_KEPT = 4
+"""The longest of a stretch are events: others of its events say something, too."""
+
 Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
 Event = tuple[str, int, Attributes]
 
@@ -195,11 +198,34 @@ class _Tree:
             return span
         span.attributes["llm.tokens.cached"] = sequence.cached
         span.attributes["llm.tokens.computed"] = sequence.computed
-        span.events = self._chunks(sequence, segment)
+        stalls = self._stalls(span, segment, beside=False)
+        span.events = _in_order(stalls, self._chunks(sequence, segment))
         if self.engine is not None and sequence.first and segment.end >= sequence.first:
             steps = self.engine.steps_between(sequence.first - 1, sequence.first)
             span.children = [s for step in steps[-1:] if (s := self._sampling(step, segment))]
         return span
+
+    def _stalls(self, span: Span, segment: Segment, beside: bool) -> list[Event]:
+        """Where the engine stood still in this stretch, also for what it computed `beside`."""
+        if self.engine is None:
+            return []
+        found = self.engine.stalls_between(segment.start, segment.end)
+        if not beside:  # a prompt's own length is no stall of it
+            found = [stall for stall in found if stall.cause in ("frozen", "gc", "unknown")]
+        if found:
+            lengths = sum(stall.end - stall.start for stall in found)
+            span.attributes["llm.stall.seconds"] = lengths / SECOND
+        longest = sorted(found, key=lambda stall: stall.start - stall.end)[:STALLS_KEPT]
+        events: list[Event] = []
+        for stall in longest:
+            about: Attributes = {
+                "llm.stall.seconds": (stall.end - stall.start) / SECOND,
+                "llm.stall.cause": stall.cause,
+            }
+            if stall.process:
+                about["llm.stall.process"] = stall.process
+            events.append(("stall", self.wall(stall.start), about))
+        return events
 
     def _chunks(self, sequence: Sequence, segment: Segment) -> list[Event]:
         events: list[Event] = []
@@ -227,6 +253,7 @@ class _Tree:
 
     def _decode(self, segment: Segment) -> Span:
         span = self.span("llm.decode", segment.start, segment.end)
+        span.events = _in_order(self._stalls(span, segment, beside=True), [])
         if self.engine is None or self.sequence is None:
             return span
         steps = self.engine.steps_between(segment.start, segment.end)
@@ -261,7 +288,7 @@ class _Tree:
         if step["forward"]:
             begin = int(step["forward_start"])
             span.children.append(
-                self.span("llm.forward", begin, begin + int(step["forward"]), llm__clock="host")
+                self._call("llm.forward", begin, begin + int(step["forward"]), step["gpu_forward"])
             )
         sampling = self._sampling(step, segment)
         if sampling is not None:
@@ -275,4 +302,18 @@ class _Tree:
         end = min(begin + int(step["sampling"]), segment.end)
         if begin >= end:
             return None
-        return self.span("llm.sampling", begin, end, llm__clock="host")
+        return self._call("llm.sampling", begin, end, step["gpu_sampling"])
+
+    def _call(self, name: str, begin: int, end: int, gpu: Any) -> Span:
+        """A call of the worker's. The span is the host's time; the GPU's is not known of each."""
+        span = self.span(name, begin, end, llm__clock="host")
+        span.attributes["llm.host_seconds"] = (end - begin) / SECOND
+        if gpu:
+            span.attributes["llm.gpu_seconds"] = int(gpu) / SECOND
+        return span
+
+
+def _in_order(first: list[Event], then: list[Event]) -> list[Event]:
+    """As many as a span may have; the first ones are more important."""
+    events = [*first, *then][:EVENTS_KEPT]
+    return sorted(events, key=lambda event: event[1])

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from llmobs import schema
+from llmobs.agent import stalls
 from llmobs.agent.coldstarts import ColdStarts
 from llmobs.agent.latency import LatencyModel
+from llmobs.agent.stalls import Pauses, Stall, Suspect
 from llmobs.agent.store import Histogram, Store
 from llmobs.schema import BatchKind, Entry, Flag, Kind, SequenceState
 from llmobs.slo import BUCKET_NAMES, SLO
@@ -24,11 +26,14 @@ EVENTS_KEPT = 16
 PREEMPTIONS_KEPT = 10_000
 STEPS_KEPT = 1 << 17
 """Eleven minutes at 200 steps a second. Sequences that decode for longer are folded."""
+UNTIMED_KEPT = 512
+"""Steps that wait for the GPU's time of them, which comes some steps later or not at all."""
 
 STEP_COLUMNS = np.dtype(
     [
         *[(name, "<i8") for name in ("start", "scheduled", "update", "end")],
         *[(name, "<i8") for name in ("forward_start", "forward", "sampling_start", "sampling")],
+        *[(name, "<i8") for name in ("gpu_forward", "gpu_sampling")],
         *[(name, "<i4") for name in ("sequences", "tokens", "out", "waiting", "longest")],
         ("kind", "u1"),
         ("wait", "u1"),
@@ -158,6 +163,20 @@ class EngineView:
         self.snapshot: set[int] | None = None
         self.unmatched: deque[tuple[int, int, int]] = deque(maxlen=1024)
         self.forwards: deque[list[int]] = deque(maxlen=1024)
+        self.host_only = False
+        """Whether its worker is known to have no GPU: then it computes while the host waits."""
+        self.untimed: dict[int, int] = {}
+        """Steps by the beginning of their forward pass."""
+        self.early: dict[int, tuple[int, int]] = {}
+        """GPU times by the same, that came before the step's own record."""
+        self.chunks: dict[int, list[int]] = {}
+        """By step: the tokens of prompts in it, and of recomputes."""
+        self.pauses = Pauses()
+        self.suspects: deque[tuple[int, Suspect]] = deque(maxlen=stalls.KEPT)
+        """Steps that took long, with their index, until all is there to say why."""
+        self.stalls: deque[Stall] = deque(maxlen=stalls.KEPT)
+        self.alive_wall = 0
+        """When the engine core's process last showed that it runs; 0: never, or it is dead."""
         self._gaps: dict[int, Histogram] = {}
         self._stages: dict[tuple[str, int], Histogram] = {}
         self._sizes: dict[int, Histogram] = {}
@@ -174,6 +193,7 @@ class EngineView:
             Kind.SNAPSHOT_ENTRY: self._snapshot_entry,
             Kind.FORWARD: self._forward,
             Kind.SAMPLE: self._sample,
+            Kind.GPU: self._gpu,
         }
 
     # Histogram children, bound once
@@ -196,6 +216,14 @@ class EngineView:
         if child is None:
             labels = (self.models[0], self.name, stage, BatchKind(kind).name.lower())
             child = self._stages[stage, kind] = self.store.histogram("llmobs_step_seconds", *labels)
+        return child
+
+    def forward(self, clock: str, kind: int) -> Histogram:
+        child = self._stages.get((clock, kind))
+        if child is None:
+            labels = (self.models[0], self.name, clock, BatchKind(kind).name.lower())
+            child = self.store.histogram("llmobs_forward_seconds", *labels)
+            self._stages[clock, kind] = child
         return child
 
     def sizes(self, kind: int) -> Histogram:
@@ -233,6 +261,7 @@ class EngineView:
         self.unmatched.clear()
         self.forwards.clear()
         self.cold_starts.unknown()
+        self.chunks.clear()
 
     def forget(self, sequence: Sequence) -> None:
         """Its request is over. Where records were lost its end may be among them, and of those that
@@ -266,7 +295,9 @@ class EngineView:
         elif x == Entry.RESUMED:
             sequence.to_recompute = max(sequence.to_recompute - before, 0)
         sequence.state = PREFILL
-        if sequence.preemptions and not sequence.preemptions[-1].end and not sequence.first:
+        recomputes = bool(sequence.preemptions) and not sequence.preemptions[-1].end
+        self.chunks.setdefault(step & 0xFFFFFFFF, [0, 0])[recomputes] += tokens
+        if recomputes and not sequence.first:
             # Preempted before its first token: whole again once this much is computed.
             sequence.to_recompute -= tokens
             if sequence.to_recompute <= 0:
@@ -332,13 +363,18 @@ class EngineView:
             self.longest = max(running, default=0)
             self.longest_left = False
         self.log[index % STEPS_KEPT] = (
-            *(start, scheduled, update, time, 0, 0, 0, 0),
+            *(start, scheduled, update, time, 0, 0, 0, 0, 0, 0),
             *(count, tokens, out, waiting, self.longest, x, y),
         )
         self.sizes(x).observe(count)
         self.stage("schedule", x).observe((scheduled - start) / SECOND)
         self.stage("update", x).observe((time - update) / SECOND)
         self.unmatched.append((index, count, tokens))
+        chunk = self.chunks.pop(z, (0, 0))
+        if len(self.chunks) > EVENTS_KEPT:  # of steps that failed
+            self.chunks.clear()
+        if time - self.last_end > stalls.LEAST_NS:
+            self._suspect(index, start, time, count, *chunk)
         self._yielded(index, time)
         for sequence in self.recomputing.pop(z, ()):
             if sequence.preemptions and not sequence.preemptions[-1].end:
@@ -346,6 +382,59 @@ class EngineView:
         self.last_end = time
         if index % (STEPS_KEPT // 4) == 0 and index:
             self._fold_long(index)
+
+    def _suspect(
+        self, index: int, start: int, end: int, count: int, prompt: int, recomputed: int
+    ) -> None:
+        """Look at a step that ended long after the one before it."""
+        waited = any(s.state is DECODE for s in self.sequences.values())
+        if waited or any(
+            s.state is PREFILL and s.started <= self.last_end for s in self.sequences.values()
+        ):
+            start = self.last_end
+        length = end - start
+        if length > stalls.LEAST_NS and length > stalls.TIMES_USUAL * self._usual(index):
+            step = Suspect(start, end, count, prompt, recomputed, waited)
+            self.suspects.append((index, step))
+
+    def _usual(self, index: int) -> float:
+        """The median time of the steps before this one, without what was idle between them."""
+        before = np.arange(max(index - stalls.STEPS_COMPARED, 0), index) % STEPS_KEPT
+        if len(before) < 2:
+            return 0.0
+        steps = self.log[before]
+        starts = np.maximum(steps["end"][:-1], steps["start"][1:])
+        return float(np.median(steps["end"][1:] - starts))
+
+    def judge(self, settled: int) -> None:
+        """Say why steps took long that ended until then: what explains them has been read."""
+        while self.suspects and self.suspects[0][1].end <= settled:
+            index, step = self.suspects.popleft()
+            row = self.log[index % STEPS_KEPT]
+            computing = int(row["forward"]) + int(row["sampling"])
+            if not computing or not self.host_only:
+                # A worker's host only launches what the GPU does, or nothing is known of it.
+                computing = int(row["update"]) - max(int(row["scheduled"]), step.start)
+            stall = stalls.cause_of(step, computing, self.pauses)
+            if stall is not None:
+                self.stalls.append(stall)
+                seconds = (stall.end - stall.start) / SECOND
+                labels = (self.models[0], self.name, stall.cause)
+                self.store.add("llmobs_stall_seconds_total", *labels, amount=seconds)
+
+    def stalls_between(self, start: int, end: int) -> list[Stall]:
+        """The stalls within this time of a request, as far as they are in it. It may have ended in
+        one, where the engine stood still until its client left."""
+        self.judge(now())
+        found = stalls.between(self.stalls, start, end)
+        since = max(min(self.last_end, end), start)
+        usual = self._usual(self.steps)
+        if end - since > max(stalls.LEAST_NS, stalls.TIMES_USUAL * usual):
+            still = self.pauses.most_of(since, end) or (stalls.UNKNOWN, "")
+            if self.alive_wall and clock.time_ns() - self.alive_wall > stalls.SILENT_NS:
+                still = (stalls.FROZEN, "engine_core")
+            found.append(Stall(since, end, *still))
+        return found
 
     def _yielded(self, index: int, time: int) -> None:
         """Book the tokens of a step: the odd ones one by one, the rest by number."""
@@ -623,8 +712,33 @@ class EngineView:
                 step["sampling_start"], step["sampling"] = sampling_start, sampling
                 kind = int(step["kind"])
                 self.stage("forward", kind).observe((end - start) / SECOND)
+                self.forward("host", kind).observe((end - start) / SECOND)
                 if sampling:
                     self.stage("sampling", kind).observe(sampling / SECOND)
+                if start in self.early:
+                    self._gpu_timed(index, *self.early.pop(start))
+                elif not self.host_only:
+                    _keep(self.untimed, start, index)
+
+    def _gpu(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        began, forward, sampling = columns[:3]
+        index = self.untimed.pop(began, None)
+        if index is None:
+            _keep(self.early, began, (forward, sampling))
+        else:
+            self._gpu_timed(index, forward, sampling)
+
+    def _gpu_timed(self, index: int, forward: int, sampling: int) -> None:
+        step = self.log[index % STEPS_KEPT]
+        step["gpu_forward"], step["gpu_sampling"] = forward, max(sampling, 0)
+        self.forward("gpu", int(step["kind"])).observe(forward / SECOND)
+
+
+def _keep(steps: dict[int, Any], began: int, value: Any) -> None:
+    """Only the newest: many are never asked for."""
+    steps[began] = value
+    if len(steps) > UNTIMED_KEPT:
+        del steps[next(iter(steps))]
 
 
 def _numbers(columns: Any) -> list[int]:

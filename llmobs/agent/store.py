@@ -78,7 +78,8 @@ class Store:
 
     def prepare(self, metric: Metric, known: dict[str, tuple[str, ...]]) -> None:
         """Let every combination stand at 0 from the start; `known` has the open labels' values."""
-        for labels in product(*(known.get(n, v) for n, v in metric.labels.items())):
+        values = (known.get(n, v) for n, v in metric.labels.items())
+        for labels in product(*([v for v in some if v not in metric.absent] for some in values)):
             if metric.type == "histogram":
                 self.histogram(metric.name, *labels)
             else:

@@ -11,7 +11,7 @@ from llmobs.agent.flight import SUFFIX, VERSION
 from llmobs.agent.scene import dead_scene
 from llmobs.ring import SUFFIX as RING
 from llmobs.ring import Reader, RingError
-from llmobs.slo import LAYOUT
+from llmobs.slo import BUCKET_LIMITS
 
 ACCEPTED = (
     "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a folder of flight records "
@@ -84,7 +84,7 @@ def _remains(folder: Path) -> Iterator[Remains]:
         try:
             info, cells = reader.info(), reader.totals()
             last = max(cells[wall] for wall in WALLS) / 1e9
-            if info.get("layout", LAYOUT) != LAYOUT:
+            if info.get("buckets", BUCKET_LIMITS) != BUCKET_LIMITS:
                 last = float(info.get("began", 0.0))  # its totals stand elsewhere
             yield Remains(str(info.get("server") or folder.name), last, folder)
         except RingError:

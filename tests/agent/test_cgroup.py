@@ -1,12 +1,17 @@
 """The server's cgroup is found in both versions, from the host and from containers, and what its
 quota did is added up."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from llmobs.agent.cgroup import Cgroup, Throttled
 from tests.agent.machine import V1, V2, Machine
+from tests.quota import container, group, throttled
 
 PID = 40
 
@@ -127,7 +132,7 @@ def test_the_servers_own_cgroup_is_found(machine: Machine, name: str) -> None:
         machine.write(f"{folder}/cpu.cfs_quota_us", "30000\n")
         machine.write(f"{folder}/cpu.cfs_period_us", "20000\n")
     cgroup = read(machine)
-    assert cgroup.total == Throttled(seconds=2.5, throttled=50, periods=200)
+    assert cgroup.total == Throttled(nanoseconds=2_500_000_000, throttled=50, periods=200)
     assert cgroup.quota == 1.5
     assert cgroup.readable
 
@@ -176,23 +181,23 @@ def test_a_quota_above_counts_from_our_first_look_on(pod: Machine) -> None:
     assert cgroup.quota == 2
     v2_group(pod, "/cg/pod", 1010, 504, 91_000_000)
     cgroup.read(PID)
-    assert cgroup.total == Throttled(1.0, 4, 10)
+    assert cgroup.total == Throttled(1_000_000_000, 4, 10)
 
 
 def test_of_two_levels_the_one_that_throttles_longest_counts(pod: Machine) -> None:
     v2_group(pod, "/cg/pod/container", 100, 10, 3_000_000)
     pod.write("/cg/pod/container/cpu.max", "50000 100000\n")
     cgroup = read(pod)
-    assert cgroup.total == Throttled(3.0, 10, 100)
+    assert cgroup.total == Throttled(3_000_000_000, 10, 100)
     assert cgroup.quota == 0.5
     v2_group(pod, "/cg/pod", 1020, 500, 90_000_000)
     v2_group(pod, "/cg/pod/container", 110, 15, 3_500_000)
     cgroup.read(PID)
-    assert cgroup.total == Throttled(3.5, 15, 110)
+    assert cgroup.total == Throttled(3_500_000_000, 15, 110)
     v2_group(pod, "/cg/pod", 1050, 515, 96_000_000)
     v2_group(pod, "/cg/pod/container", 120, 16, 3_600_000)
     cgroup.read(PID)
-    assert cgroup.total == Throttled(9.5, 30, 140)
+    assert cgroup.total == Throttled(9_500_000_000, 30, 140)
 
 
 def test_a_server_that_is_moved_takes_its_sum_along(pod: Machine) -> None:
@@ -201,11 +206,11 @@ def test_a_server_that_is_moved_takes_its_sum_along(pod: Machine) -> None:
     v2_group(pod, "/cg/new", 7, 3, 500_000)
     pod.process(PID, cgroup="0::/new\n")
     cgroup.read(PID)
-    assert cgroup.total == Throttled(3.5, 13, 107)
+    assert cgroup.total == Throttled(3_500_000_000, 13, 107)
     pod.process(PID, cgroup="0::/pod/container\n")
     v2_group(pod, "/cg/pod/container", 101, 10, 3_000_000)
     cgroup.read(PID)
-    assert cgroup.total == Throttled(3.5, 13, 108)
+    assert cgroup.total == Throttled(3_500_000_000, 13, 108)
 
 
 def test_a_cgroup_made_anew_under_its_name_counts_from_0(pod: Machine) -> None:
@@ -213,4 +218,53 @@ def test_a_cgroup_made_anew_under_its_name_counts_from_0(pod: Machine) -> None:
     cgroup = read(pod)
     v2_group(pod, "/cg/pod/container", 20, 2, 250_000)
     cgroup.read(PID)
-    assert cgroup.total == Throttled(3.25, 12, 120)
+    assert cgroup.total == Throttled(3_250_000_000, 12, 120)
+
+
+LOOK = """
+import sys
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from llmobs.agent.cgroup import Cgroup
+cgroup = Cgroup(Path("/proc"), Path("/"))
+cgroup.read(int(sys.argv[1]))
+print(cgroup.quota, cgroup.total.periods, cgroup.total.throttled, cgroup.total.nanoseconds / 1e9)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("server_in", ["a container", "the host's namespace"])
+@pytest.mark.parametrize("agent_in", ["another container", "the host's namespace"])
+def test_on_a_real_kernel(server_in: str, agent_in: str) -> None:
+    """Real namespaces, and a process that uses up a real quota."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    look = [sys.executable, "-c", LOOK]
+    with group(0.2) as folder, group(1) as elsewhere:
+        if server_in == "a container":
+            server = container(folder, spin)
+        else:
+            server = subprocess.Popen(spin, stdout=subprocess.PIPE, text=True)
+            (folder / "cgroup.procs").write_text(str(server.pid))
+        with server:
+            while not throttled(folder)[1]:
+                assert server.poll() is None
+                time.sleep(0.1)
+            before = throttled(folder)
+            if agent_in == "another container":
+                agent = container(elsewhere, [*look, str(server.pid)])
+            else:
+                agent = subprocess.Popen(
+                    [*look, str(server.pid)], stdout=subprocess.PIPE, text=True
+                )
+            with agent:
+                said = agent.communicate()[0].split()
+            after = throttled(folder)
+            server.kill()
+        while (folder / "cgroup.procs").read_text() or (elsewhere / "cgroup.procs").read_text():
+            time.sleep(0.01)
+    assert said[0] == "0.2"
+    for least, value, most in zip(before, map(float, said[1:]), after, strict=True):
+        assert least <= value <= most

@@ -94,6 +94,11 @@ def served(folder: Path) -> Run:
     worker = new_ring(folder, WORKER, 256)
     worker.cells[schema.PROCESS_CELL["torch_memory"] + 1] = 800
     worker.cells[schema.PROCESS_CELL["torch_reads"]] = 1
+    engine.cells[schema.PROCESS_CELL["gc_pause"]] = 40  # up to 0.5 ms
+    engine.cells[schema.PROCESS_CELL["gc_pause"] + 6] = 2  # 50 to 100 ms
+    engine.cells[schema.PROCESS_CELL["gc_pause_ns"]] = 160 * MS
+    front.cells[schema.PROCESS_CELL["loop_lag"] + 10] = 1  # above 5 s
+    front.cells[schema.PROCESS_CELL["loop_lag_ns"]] = 6000 * MS
     run = Run(folder)
     own = os.getpid()
     machine = busy(folder / "machine", own, own, start_ticks(own) or 0)
@@ -148,6 +153,15 @@ def test_the_text(tmp_path: Path) -> None:
         f'llmobs_generated_tokens_total{{context_bucket="4k-32k",{model}}} 11.0',
         f'llmobs_step_log_moment_total{{engine="0",{model},power="1"}} 2.5',
         f'llmobs_engine_last_step_timestamp_seconds{{engine="0",{model}}} 1.7000000005e+09',
+        f'llmobs_gc_pause_seconds_bucket{{le="0.05",{model},process="engine_core"}} 40.0',
+        f'llmobs_gc_pause_seconds_bucket{{le="0.1",{model},process="engine_core"}} 42.0',
+        f'llmobs_gc_pause_seconds_count{{{model},process="engine_core"}} 42.0',
+        f'llmobs_gc_pause_seconds_sum{{{model},process="engine_core"}} 0.16',
+        f'llmobs_gc_pause_seconds_count{{{model},process="api_server"}} 0.0',
+        f'llmobs_event_loop_lag_seconds_bucket{{le="5.0",{model},process="api_server"}} 0.0',
+        f'llmobs_event_loop_lag_seconds_count{{{model},process="api_server"}} 1.0',
+        f'llmobs_event_loop_lag_seconds_sum{{{model},process="api_server"}} 6.0',
+        f'llmobs_forward_seconds_sum{{batch_kind="mixed",clock="host",engine="0",{model}}} 0.067',
         f'llmobs_step_seconds_sum{{{step},stage="schedule"}} 0.001',
         f'llmobs_step_seconds_sum{{{step},stage="forward"}} 0.067',
         f'llmobs_step_seconds_sum{{{step},stage="sampling"}} 0.004',

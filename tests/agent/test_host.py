@@ -122,6 +122,8 @@ def damage(machine: Machine, what: str) -> None:
         machine.write("/proc/stat", "cpu  1 2 3 4\n")
     elif what == "nonsense in pressure":
         machine.write("/proc/pressure/io", "some avg10=0 tot\n")
+    elif what == "half a line of pressure":
+        machine.write("/proc/pressure/io", "some avg10=0\n")
     elif what == "nonsense in the cgroup":
         machine.write("/cg/pod/cpu.stat", "nr_periods x\nnr_throttled 0\nthrottled_usec 0\n")
 
@@ -131,6 +133,7 @@ def damage(machine: Machine, what: str) -> None:
     [
         ("no pressure", "pressure", "no_psi"),
         ("nonsense in pressure", "pressure", "no_psi"),
+        ("half a line of pressure", "pressure", "no_psi"),
         ("no schedstat", "run_queue", "no_schedstat"),
         ("no cgroup", "cgroup_cpu", "no_cgroup"),
         ("no controller", "cgroup_cpu", "no_cgroup"),
@@ -249,8 +252,8 @@ def test_it_is_read_once_a_second_when_asked_and_every_five_when_not(tmp_path: P
 
 
 def test_what_costs_much_is_done_seldom(tmp_path: Path) -> None:
-    """Very many threads: a look takes 50 ms of CPU time."""
-    machine, clock, spent = busy(tmp_path), Clock(), count(step=0.05)
+    """Very many threads: a look takes 100 ms of CPU time."""
+    machine, clock, spent = busy(tmp_path), Clock(), count(step=0.1)
     source = Host(machine.run, machine.proc, machine.root, clock, lambda: next(spent))
     source.samples()
     machine.write("/proc/loadavg", "9.5 1 1\n")
@@ -290,6 +293,18 @@ def test_a_process_that_vanishes_while_we_look_lacks_nothing(tmp_path: Path) -> 
     shutil.rmtree(machine.proc / str(ENGINE_PID))  # the ring still says alive
     source = host(machine)
     source.samples()
+    assert source.lacking() == {}
+
+
+@pytest.mark.parametrize("text", ["", "Cpus_allowed_list:\n", "Cpus_allowed_list:\tx\n"])
+def test_where_the_affinity_cannot_be_read_there_is_no_number_of_cpus(
+    tmp_path: Path, text: str
+) -> None:
+    machine = busy(tmp_path)
+    for pid in (ENGINE_PID, FRONT_PID):
+        machine.write(f"/proc/{pid}/status", text)
+    source = host(machine)
+    assert source.samples()["llmobs_cpus"] == {}
     assert source.lacking() == {}
 
 

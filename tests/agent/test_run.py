@@ -24,7 +24,7 @@ from tests.rings import ENGINE, FRONT, SLOT, SLOTS_AT, new_ring, python
 
 ENDED = 'llmobs_request_seconds_count{context_bucket="unknown",model_name="deepseek-v4"}'
 INCOMPLETE = 'llmobs_incomplete_requests_total{model_name="deepseek-v4"}'
-KINDS = (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24, 32, 33)
+KINDS = (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24, 32, 33, 34, 40, 41, 42)
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 pytestmark = pytest.mark.timeout(120)
 

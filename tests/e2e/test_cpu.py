@@ -17,15 +17,15 @@ from demo.client import completion
 from demo.model import prompt_ids
 from tests.e2e.conftest import Served, Start
 from tests.e2e.page import Figures, eventually
-from tests.e2e.quota import quota, throttled
 from tests.e2e.traffic import play
+from tests.quota import quota, throttled
 
 pytestmark = pytest.mark.e2e
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 SECONDS = 6.0
 STREAMS = 4
-STALE_S = 1.1  # the agent looks once a second
+STALE_S = 2.0  # the agent looks once a second, or a little less often where that costs much
 QUOTA = 0.3
 PERIODS = "llmobs_cgroup_cpu_periods_total"
 THROTTLED = "llmobs_cgroup_cpu_throttled_periods_total"
@@ -58,7 +58,7 @@ Truth = dict[str, float]
 @dataclass(frozen=True, eq=False)
 class Phase:
     """What changed on the page while traffic ran, and what may have changed by the kernel's own
-    account: the agent's figures are up to a second old."""
+    account: the agent's figures are a little old."""
 
     page: Figures
     seconds: float
@@ -161,7 +161,8 @@ def check_against_the_kernel(phase: Phase) -> None:
         found[f"{role} used"] = phase.page.total(CPU, process=role)
     found |= {name: phase.page.total(name) for name in phase.least if name.startswith("llmobs_")}
     for name, value in found.items():
-        assert phase.least[name] - 0.011 <= value <= phase.most[name] + 0.011, name
+        least, most = phase.least[name] - 0.011, phase.most[name] + 0.011  # a tick of 10 ms
+        assert least <= value <= most, (name, least, value, most)
 
 
 def test_the_quiet_server(served: Served, quiet: Phase) -> None:

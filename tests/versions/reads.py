@@ -62,7 +62,7 @@ READS = (
     Read(
         "vllm.v1.request:Request",
         "request_id sampling_params lora_request status num_prompt_tokens num_computed_tokens "
-        "num_tokens num_output_tokens resumable?",
+        "num_tokens num_output_tokens _output_token_ids|output_token_ids resumable?",
     ),
     Read(
         "vllm.v1.core.sched.scheduler:Scheduler",
