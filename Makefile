@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test mutations shapes versions lint docs bench chaos clean debian
+.PHONY: demo test mutations shapes versions lint docs bench chaos postmortems clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -92,6 +92,10 @@ versions: $(READY) $(OLD_READY)
 # Half an hour, as root: breaks llmobs beneath real servers and writes docs/reliability.md's table.
 chaos: $(READY)
 	$(BIN)/python -m tests.faults_of_ours.chaos --fresh --injections 1000 --lives
+
+# Ten minutes, as root: kills servers in every way, and looks at what is told of it afterwards.
+postmortems: $(READY)
+	$(BIN)/python -m pytest -m long tests/e2e/test_postmortem.py
 
 clean:
 	rm -rf $(VENV) .venv-$(OLD) .versions .demo

@@ -367,6 +367,27 @@ def test_without_the_rings_the_record_tells_the_same(server: Server, tmp_path: P
     assert cause_of(by_record) == cause_of(by_rings)
 
 
+def test_a_record_that_ends_while_all_are_alive_is_of_a_whole_that_was_killed(
+    server: Server, tmp_path: Path
+) -> None:
+    """The container ended, its memory and the agent with it."""
+    server.request(1, 90.0, 20)
+    path = server.sampled({"used": 990, "limit": 1000}, folder=tmp_path / "volume")
+    shutil.rmtree(server.folder)
+    record = json.loads(path.read_text())
+    for process in record["scene"]["processes"]:
+        process["alive"] = True
+    path.write_text(json.dumps(record))
+    case = open_case(path.parent)
+    cause = cause_of(case)
+    assert cause.kind == "killed_together"
+    assert cause.what.endswith("maybe because the cgroup's memory had run out")
+    assert in_flight(case) == 1
+    record["written"] = time.time()
+    path.write_text(json.dumps(record))
+    assert cause_of(open_case(path.parent)).kind == "alive"
+
+
 def test_what_a_ring_has_overwritten_the_record_still_knows(server: Server) -> None:
     server.request(1, 50.0, 20)
     server.step(7, 60.0, 1)

@@ -50,6 +50,7 @@ class Flight:
         self._turn = 0
         self._wanted = threading.Event()
         self._closed = False
+        self._failed = False
         self._complained = ""
         if volume is not None:
             prune(volume)
@@ -60,7 +61,12 @@ class Flight:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + SECONDS
-            self._look()
+            try:
+                self._look()
+            except Exception:  # whatever a damaged ring said
+                if not self._failed:
+                    log.exception("no flight record")
+                self._failed = True
 
     def _look(self) -> None:
         figures = gauges(self.run) if self._turn % GAUGES_EVERY == 0 else None
@@ -69,8 +75,7 @@ class Flight:
             record = self._servers.get(server)
             if record is None:
                 record = self._servers[server] = Record(server, self.run)
-            if not record.ended:
-                record.look(self._vitals, figures)
+            record.look(self._vitals, figures)
         self._wanted.set()
 
     def samples(self) -> dict[str, Samples]:
@@ -82,8 +87,10 @@ class Flight:
     def close(self) -> None:
         """The agent ends."""
         self._closed = True
+        self._next = 0.0
         with self.run.lock:
-            self._look()
+            self.poll()
+        self._wanted.set()
         self._thread.join(CLOSE_SECONDS)
 
     # The thread that writes
@@ -97,7 +104,7 @@ class Flight:
             for record in list(self._servers.values()):
                 if record.done:
                     continue
-                record.done = record.ended
+                record.done = record.ended  # what is looked at from now on is written, too
                 text = record.text()
                 with contextlib.suppress(OSError):  # a full disk: others say so
                     replace(self.run.folder / (record.server + SUFFIX), text)
@@ -143,6 +150,9 @@ class Record:
         now = time.monotonic()
         sources = sources_of(self.run, self.server)
         living = sum(source.alive for source in sources)
+        if self.ended and not living:
+            return
+        self.ended, self.done = not living, False
         if living < self._living:
             # One died, and maybe the others fall too: how it was before is what matters.
             self._thawed_at = now + FROZEN_SECONDS
@@ -155,14 +165,14 @@ class Record:
         if figures is not None:
             sample["gauges"] = figures
         self._samples.append(sample)
-        self.ended = not living
 
     def text(self) -> str:
         """As it is written. Of a server that ended, its end as the rings have it."""
         if self.ended:
-            # Removed, or damaged: what there was stays.
-            with contextlib.suppress(LookupError, OSError, ValueError):
+            try:
                 self._scene = dead_scene(self.run.folder, self.server)
+            except Exception as error:  # removed, or damaged: what there was stays
+                log.info("the end of %s is not told by its rings: %r", self.server, error)
         return json.dumps(
             {
                 "version": VERSION,

@@ -8,6 +8,7 @@ request in it, for there is none in the rings.
 import signal
 import time
 from collections import Counter
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ RUIN_NS = 120_000_000_000
 BY_SERVER = (-signal.SIGTERM, -signal.SIGKILL)
 """How vLLM ends its own children, the second if they take too long."""
 GAUGES = (
-    *("llmobs_kv_blocks", "llmobs_kv_cache_bytes", "llmobs_waiting_tokens", "llmobs_requests"),
+    *("llmobs_kv_blocks", "llmobs_kv_cache_bytes", "llmobs_waiting_tokens"),
     *("llmobs_gpu_memory_bytes", "llmobs_gpu_memory_pressure_ratio"),
     *("llmobs_torch_memory_bytes", "llmobs_torch_memory_events_total"),
     *("llmobs_cpu_seconds_total", "llmobs_process_run_queue_seconds_total"),
-    *("llmobs_cgroup_cpu_throttled_seconds_total", "llmobs_preemptions_total"),
+    "llmobs_cgroup_cpu_throttled_seconds_total",
 )
 """Figures that go with it, as far as this server has them."""
 PHASES = {
@@ -297,7 +298,7 @@ def _waiting(sources: list[Source], engines: list[EngineView]) -> dict[str, Any]
         if sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
     ]
     reasons = Counter(
-        Wait(int(step["wait"])).name.lower()
+        _word(Wait, step["wait"])
         for engine in engines
         for step in _newest(engine, 1)
         if step["waiting"]
@@ -315,6 +316,14 @@ def _waiting(sources: list[Source], engines: list[EngineView]) -> dict[str, Any]
 def _newest(engine: EngineView, most: int) -> list[Any]:
     first = max(engine.steps - most, 0)
     return [engine.log[index % len(engine.log)] for index in range(first, engine.steps)]
+
+
+def _word(vocabulary: type[IntEnum], number: Any) -> str:
+    """A name for what may be damaged."""
+    try:
+        return vocabulary(int(number)).name.lower()
+    except ValueError:
+        return "unknown"
 
 
 def _trend(engines: list[EngineView], at: int) -> list[dict[str, Any]]:
@@ -364,7 +373,7 @@ def _last_steps(engines: list[EngineView], offset: int, at: int) -> list[dict[st
             "engine": engine.name,
             "at": (int(step["end"]) + offset) / SECOND,
             "seconds": int(step["end"] - step["start"]) / SECOND,
-            "kind": BatchKind(int(step["kind"])).name.lower(),
+            "kind": _word(BatchKind, step["kind"]),
             "sequences": int(step["sequences"]),
             "tokens_computed": int(step["tokens"]),
             "tokens_out": int(step["out"]),

@@ -1,6 +1,7 @@
 """Finding what a server left behind, and reading it: its rings, and the agent's flight record."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ ACCEPTED = (
     "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a folder of flight records "
     "(LLMOBS_FLIGHT_DIR), or a folder that holds some"
 )
+STALE_SECONDS = 10.0
 WALLS = [schema.PROCESS_CELL[name] for name in ("alive_wall_ns", "last_step_wall_ns")]
 
 
@@ -134,7 +136,10 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
                 ) from error
     if record:
         read.append(f"the flight record {path}")
-        scene = _truer(scene, record["scene"]) if scene is not None else record["scene"]
+        if scene is not None:
+            scene = _truer(scene, record["scene"])
+        else:
+            scene = _as_of_now(record["scene"], written)
     if scene is None:
         raise CaseError(f"nothing of the server {remains.server} can be read; {ACCEPTED}")
     agent = {**record["agent"], "written": written} if record else None
@@ -147,6 +152,20 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
         read=tuple(read),
         others=others,
     )
+
+
+def _as_of_now(scene: dict[str, Any], written: float) -> dict[str, Any]:
+    """Whom the record calls alive was so when it was written last; it is written every second."""
+    if abs(time.time() - written) < STALE_SECONDS:
+        return scene
+    return scene | {
+        "processes": [
+            p | {"alive": False, "last_sign": max(p["last_sign"] or 0.0, written)}
+            if p["alive"]
+            else p
+            for p in scene["processes"]
+        ]
+    }
 
 
 def _truer(rings: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:

@@ -184,6 +184,37 @@ def test_once_a_process_died_the_scene_stays_and_its_end_is_told_by_the_rings(
     assert record["samples"][-1]["resident"] == {}
 
 
+def test_a_server_that_comes_back_to_life_is_told_on(folder: Path, make: Make) -> None:
+    """A script that makes one engine after another, and the agent came between two."""
+    dead = python(DIES, folder, "api_server", 1, stdin=-1)
+    assert dead.stdout is not None
+    dead.stdout.readline()
+    dead.kill()
+    dead.wait()
+    flight = make(None)
+    look(flight)
+    path = folder / "77-88.flight.json"
+    assert read(path)["scene"]["in_flight"] == {"unknown": {"preprocess": 1}}
+    ring = new_ring(folder, {**FRONT, **INFO})
+    ring.put(1, time.monotonic_ns(), 1, 1)
+    ring.put(1, time.monotonic_ns(), 2, 1)
+    look(flight)
+    read(path, lambda r: r["scene"]["in_flight"] == {"unknown": {"preprocess": 2}})
+
+
+def test_nothing_that_goes_wrong_keeps_the_rings_from_being_read(
+    folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = new_ring(folder, {**FRONT, **INFO})
+    flight = make(None)
+    monkeypatch.setattr("llmobs.agent.flight.scene_of", lambda *_: 1 / 0)
+    for number in range(3):
+        front.put(1, time.monotonic_ns(), number, 1)
+        look(flight)
+    assert len(flight.run.requests.requests) == 3
+    assert caplog.text.count("no flight record") == 1
+
+
 def test_an_agent_that_comes_after_another_goes_on_with_its_record(
     folder: Path, make: Make
 ) -> None:
