@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmobs import schema
+from llmobs.agent.endings import Endings
 from llmobs.agent.flight import Record
 from llmobs.agent.run import Run
 from llmobs.agent.vitals import Vitals
@@ -94,7 +95,7 @@ class Server:
         run = Run(self.folder, autopsy=True)
         run.read_dead()
         record = Record(self.name, run)
-        record.look(Vitals(), None)
+        record.look(Vitals(), None, Endings())
         record.ended = True
         content = json.loads(record.text())
         content["samples"] = [
@@ -322,6 +323,44 @@ def test_the_front_end_went_first(server: Server) -> None:
     cause = told(server)[1]
     assert cause.kind == "front_end_ended"
     assert "API server (pid 5000001) ended first, without a good-bye" in cause.what
+
+
+def seen_by_the_agent(path: Path, **ends: tuple[int, float]) -> None:
+    record = json.loads(path.read_text())
+    record["ends"] = {str(PIDS[role]): [code, at] for role, (code, at) in ends.items()}
+    path.write_text(json.dumps(record))
+
+
+def test_the_front_end_was_killed_and_the_agent_saw_it(server: Server) -> None:
+    server.beat("api_server", 99.0)
+    server.request(1, 90.0, 20)
+    path = server.sampled({"used": 5})
+    at = 1_800_000_099.4
+    seen_by_the_agent(path, api_server=(-9, at), engine_core=(1, at), worker=(0, at))
+    _, cause, page = told(server)
+    assert cause.kind == "killed"
+    assert cause.what.startswith("API server (pid 5000001) was ended by signal 9 (SIGKILL)")
+    assert cause.evidence[0].startswith("the agent saw API server (pid 5000001) end by signal 9")
+    assert "API server 5000001" in page
+    assert "signal 9 (SIGKILL), seen by the agent at" in page
+
+
+def test_all_were_killed_and_the_agent_saw_it(server: Server) -> None:
+    path = server.sampled({"used": 5})
+    seen_by_the_agent(path, **dict.fromkeys(PIDS, (-9, 1800000100.2)))
+    _, cause, _ = told(server)
+    assert (cause.kind, len(cause.evidence)) == ("killed_together", 3)
+    assert "by SIGKILL" in cause.what
+
+
+def test_what_the_parent_saw_goes_before_what_the_agent_saw(server: Server) -> None:
+    engine_killed(server)
+    path = server.sampled({"used": 5})
+    seen_by_the_agent(path, api_server=(0, 1_800_000_101.0), engine_core=(-9, 1_800_000_099.7))
+    case, cause, _ = told(server)
+    exits = {p["pid"]: (p["exit"], p["exit_seen_by"]) for p in case.scene["processes"]}
+    assert exits == {API: (0, "agent"), ENGINE: (-9, API), WORKER: (None, None)}
+    assert cause.kind == "killed"
 
 
 def test_where_the_evidence_is_thin_it_says_unknown(server: Server) -> None:

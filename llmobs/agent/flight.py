@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmobs.agent.endings import Endings
 from llmobs.agent.run import Run
 from llmobs.agent.scene import dead_scene, gauges, scene_of, servers, sources_of
 from llmobs.agent.signals import Samples
@@ -45,6 +46,7 @@ class Flight:
         self.volume = volume
         self.say = say
         self._vitals = Vitals()
+        self._endings = Endings()
         self._servers: dict[str, Record] = {}
         self._next = 0.0
         self._turn = 0
@@ -59,6 +61,7 @@ class Flight:
 
     def poll(self) -> None:
         now = time.monotonic()
+        self._endings.look(self.run)  # the moment counts
         if now >= self._next:
             self._next = now + SECONDS
             try:
@@ -75,7 +78,7 @@ class Flight:
             record = self._servers.get(server)
             if record is None:
                 record = self._servers[server] = Record(server, self.run)
-            record.look(self._vitals, figures)
+            record.look(self._vitals, figures, self._endings)
         self._wanted.set()
 
     def samples(self) -> dict[str, Samples]:
@@ -92,6 +95,7 @@ class Flight:
             self.poll()
         self._wanted.set()
         self._thread.join(CLOSE_SECONDS)
+        self._endings.close()
 
     # The thread that writes
 
@@ -136,6 +140,8 @@ class Record:
         self.done = False
         self._scene: dict[str, Any] = {}
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+        self._ends: dict[str, list[float]] = {}
+        """By pid: the exit code or minus the signal, and when that was seen."""
         self._living = 0
         self._thawed_at = 0.0
         # Another agent may have been here before us, and seen how it was when something broke.
@@ -144,12 +150,18 @@ class Record:
             if before["version"] == VERSION and before["scene"] and before["samples"]:
                 self._scene = dict(before["scene"])
                 self._samples.extend(before["samples"])
+                self._ends.update(before["ends"])
 
-    def look(self, vitals: Vitals, figures: Any) -> None:
+    def look(self, vitals: Vitals, figures: Any, endings: Endings) -> None:
         """Under the run's lock."""
         now = time.monotonic()
         sources = sources_of(self.run, self.server)
         living = sum(source.alive for source in sources)
+        for source in sources:
+            if (end := endings.told.get(source.reader.pid)) is not None:
+                if str(source.reader.pid) not in self._ends:
+                    self.done = False
+                self._ends[str(source.reader.pid)] = list(end)
         if self.ended and not living:
             return
         self.ended, self.done = not living, False
@@ -181,6 +193,7 @@ class Record:
                 "host": platform.node(),
                 "run_folder": str(self.run.folder),
                 "agent": {"pid": os.getpid(), "restarts": self.run.restarts},
+                "ends": self._ends,
                 "scene": self._scene,
                 "samples": list(self._samples),
             }

@@ -114,6 +114,7 @@ def _record(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
         if record["version"] == VERSION and record["scene"] and float(record["written"]):
             str(record["server"]), str(record["run_folder"]), list(record["samples"])
+            dict(record["ends"])
             return dict(record)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
@@ -142,6 +143,8 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
             scene = _as_of_now(record["scene"], written)
     if scene is None:
         raise CaseError(f"nothing of the server {remains.server} can be read; {ACCEPTED}")
+    if record:
+        scene = scene | {"processes": _ended(scene["processes"], record)}
     agent = {**record["agent"], "written": written} if record else None
     return Case(
         server=remains.server,
@@ -152,6 +155,18 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
         read=tuple(read),
         others=others,
     )
+
+
+def _ended(processes: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """With what the agent saw of their ends, where no parent did."""
+    told = []
+    for process in processes:
+        end = record["ends"].get(str(process["pid"]))
+        if end is not None and process["exit"] is None and not process["alive"]:
+            seen = {"exit": int(end[0]), "exit_seen": end[1], "exit_seen_by": "agent"}
+            process = process | seen
+        told.append(process)
+    return told
 
 
 def _as_of_now(scene: dict[str, Any], written: float) -> dict[str, Any]:

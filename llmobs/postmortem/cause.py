@@ -88,7 +88,8 @@ class Facts:
                 if p["exit"]
                 and (engine_lost or self.raised or p["exit"] not in BY_SERVER or not self.orderly)
             ),
-            key=lambda p: float(p["exit_seen"] or 0.0),
+            # The agent looks a few times a second: then who was silent first, was first.
+            key=lambda p: (float(p["exit_seen"] or 0.0), float(p["last_sign"] or 0.0)),
         )
         """Those whose bad end was seen, in order."""
         self.good = self.orderly and not self.failed and not self.raised and not engine_lost
@@ -103,6 +104,8 @@ class Facts:
     def how_it_ended(self, process: dict[str, Any]) -> str:
         by = next((p for p in self.processes if p["pid"] == process["exit_seen_by"]), None)
         parent = f"its parent, {name(by)}," if by is not None else "its parent"
+        if process["exit_seen_by"] == "agent":
+            parent = "the agent"
         return (
             f"{parent} saw {name(process)} end by {ending(process['exit'])} at "
             f"{clock(process['exit_seen'])}"
@@ -204,6 +207,18 @@ def out_of_memory_kill(facts: Facts) -> Cause | None:
         f"the kernel killed {who} because the cgroup's memory had run out",
         (*kills, *facts.memory_full(), *seen, *facts.stood_still()),
     )
+
+
+def all_killed(facts: Facts) -> Cause | None:
+    seen = [p["exit_seen"] for p in facts.processes if p["exit"] == -signal.SIGKILL]
+    if len(seen) < len(facts.processes) or max(seen) - min(seen) > TOGETHER_SECONDS:
+        return None
+    full = facts.memory_full()
+    what = "all of its processes were killed together by SIGKILL, from outside"
+    if full:
+        what += ", maybe because the cgroup's memory had run out"
+    evidence = (*map(facts.how_it_ended, facts.failed), *full, *facts.stood_still())
+    return Cause("killed_together", what, evidence)
 
 
 def killed_by_signal(facts: Facts) -> Cause | None:
@@ -312,6 +327,7 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     lives,
     out_of_device_memory,
     out_of_memory_kill,
+    all_killed,
     killed_by_signal,
     exception,
     exit_code,

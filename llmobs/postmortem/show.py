@@ -108,7 +108,9 @@ def _end(p: dict[str, Any]) -> str:
     if p["alive"]:
         return "alive"
     if p["exit"] is not None:
-        return f"{ending(p['exit'])}, seen by pid {p['exit_seen_by']} at {clock(p['exit_seen'])}"
+        by = p["exit_seen_by"]
+        who = "the agent" if by == "agent" else f"pid {by}"
+        return f"{ending(p['exit'])}, seen by {who} at {clock(p['exit_seen'])}"
     if p["ended_itself"]:
         return f"came to its own end at {clock(p['ended_itself'])}; exit code unknown"
     return "unknown"

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from llmobs.ring import Writer
 from tests.rings import ENGINE, FRONT, new_ring, python
 
 pytestmark = pytest.mark.timeout(60)
+TELLS = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
+"""Whether the kernel tells whoever asks how a process ended."""
 INFO = {"server": "77-88", "began": 1000.0}
 
 
@@ -182,6 +186,8 @@ def test_once_a_process_died_the_scene_stays_and_its_end_is_told_by_the_rings(
     assert record["scene"]["in_flight"] == {"unknown": {"preprocess": 3}}
     assert [p["alive"] for p in record["scene"]["processes"]] == [False, False]
     assert record["samples"][-1]["resident"] == {}
+    ends = {pid: code for pid, (code, _) in record["ends"].items()}
+    assert ends == ({str(engine.pid): -9, str(front.pid): -9} if TELLS else {})
 
 
 def test_a_server_that_comes_back_to_life_is_told_on(folder: Path, make: Make) -> None:
