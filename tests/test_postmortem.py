@@ -334,10 +334,14 @@ def seen_by_the_agent(path: Path, **ends: tuple[int, float]) -> None:
 def test_the_front_end_was_killed_and_the_agent_saw_it(server: Server) -> None:
     server.beat("api_server", 99.0)
     server.request(1, 90.0, 20)
+    server.step(7, 99.1, 1)
+    server.step(8, 99.6, 1)  # nobody is there any more to take what comes out
     path = server.sampled({"used": 5})
     at = 1_800_000_099.4
     seen_by_the_agent(path, api_server=(-9, at), engine_core=(1, at), worker=(0, at))
-    _, cause, page = told(server)
+    case, cause, page = told(server)
+    assert case.scene["at"] == at
+    assert case.scene["steps"][-1]["at"] == 1_800_000_099.1
     assert cause.kind == "killed"
     assert cause.what.startswith("API server (pid 5000001) was ended by signal 9 (SIGKILL)")
     assert cause.evidence[0].startswith("the agent saw API server (pid 5000001) end by signal 9")

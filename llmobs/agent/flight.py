@@ -20,7 +20,7 @@ from typing import Any
 
 from llmobs.agent.endings import Endings
 from llmobs.agent.run import Run
-from llmobs.agent.scene import dead_scene, gauges, scene_of, servers, sources_of
+from llmobs.agent.scene import Ends, dead_scene, gauges, scene_of, servers, sources_of
 from llmobs.agent.signals import Samples
 from llmobs.agent.vitals import Vitals
 
@@ -31,6 +31,8 @@ SUFFIX = ".flight.json"
 VERSION = 1
 RECORDS_KEPT = 20
 DAYS_KEPT = 30
+NONSENSE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What may come of reading a damaged record."""
 FRESH_SECONDS = 60.0
 """What was written so lately may be of a server that runs."""
 
@@ -140,17 +142,16 @@ class Record:
         self.done = False
         self._scene: dict[str, Any] = {}
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
-        self._ends: dict[str, list[float]] = {}
-        """By pid: the exit code or minus the signal, and when that was seen."""
+        self._ends: Ends = {}
         self._living = 0
         self._thawed_at = 0.0
         # Another agent may have been here before us, and seen how it was when something broke.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with contextlib.suppress(*NONSENSE):
             before = json.loads((run.folder / (server + SUFFIX)).read_text())
+            ends = {pid: (int(code), float(at)) for pid, (code, at) in before["ends"].items()}
             if before["version"] == VERSION and before["scene"] and before["samples"]:
-                self._scene = dict(before["scene"])
+                self._scene, self._ends = dict(before["scene"]), ends
                 self._samples.extend(before["samples"])
-                self._ends.update(before["ends"])
 
     def look(self, vitals: Vitals, figures: Any, endings: Endings) -> None:
         """Under the run's lock."""
@@ -161,7 +162,7 @@ class Record:
             if (end := endings.told.get(source.reader.pid)) is not None:
                 if str(source.reader.pid) not in self._ends:
                     self.done = False
-                self._ends[str(source.reader.pid)] = list(end)
+                self._ends[str(source.reader.pid)] = end
         if self.ended and not living:
             return
         self.ended, self.done = not living, False
@@ -182,7 +183,7 @@ class Record:
         """As it is written. Of a server that ended, its end as the rings have it."""
         if self.ended:
             try:
-                self._scene = dead_scene(self.run.folder, self.server)
+                self._scene = dead_scene(self.run.folder, self.server, self._ends)
             except Exception as error:  # removed, or damaged: what there was stays
                 log.info("the end of %s is not told by its rings: %r", self.server, error)
         return json.dumps(

@@ -68,9 +68,13 @@ def sources_of(run: Run, server: str) -> list[Source]:
     return [s for s in run.sources.values() if s.info and server_of(run, s) == server]
 
 
-def dead_scene(folder: Path, server: str) -> dict[str, Any]:
-    """The scene at the end of a server, from its rings alone: as of the moment when the first of
-    its processes is known to have failed, else of the last sign of life.
+Ends = dict[str, tuple[int, float]]
+"""By pid: the exit code or minus the signal, and when the agent saw it (Unix seconds)."""
+
+
+def dead_scene(folder: Path, server: str, ends: Ends) -> dict[str, Any]:
+    """The scene at the end of a server, from its rings: as of the moment when the first of its
+    processes is known to have failed, by them or by the agent, else of the last sign of life.
 
     Raises LookupError if there are no rings of it.
     """
@@ -78,7 +82,7 @@ def dead_scene(folder: Path, server: str) -> dict[str, Any]:
     run.read_dead()
     if not sources_of(run, server):
         raise LookupError(f"no ring of the server {server}")
-    failed = first_failure(run, server)
+    failed = first_failure(run, server, ends)
     told = run
     if failed is not None:
         told = Run(
@@ -91,7 +95,7 @@ def dead_scene(folder: Path, server: str) -> dict[str, Any]:
     return scene
 
 
-def first_failure(run: Run, server: str) -> int | None:
+def first_failure(run: Run, server: str, ends: Ends) -> int | None:
     """When (monotonic) the first sign was seen that the server came to no good end."""
     sources = sources_of(run, server)
     moments = [raised.time for source in sources for raised in source.fate.raised]
@@ -103,6 +107,12 @@ def first_failure(run: Run, server: str) -> int | None:
             by_server = code in BY_SERVER and source.fate.ends
             if code and (broken or not by_server):
                 moments.append(at)
+    offset = wall_offset(run, sources)
+    for source in sources:
+        code, seen = ends.get(str(source.reader.pid), (0, 0.0))
+        by_server = code in BY_SERVER and "api_server" not in source.roles
+        if code and not source.fate.ends and (broken or not by_server):
+            moments.append(round(seen * SECOND) - offset)
     end = max((_last_sign(source) for source in sources), default=0)
     # A script may have lost an engine before, and made another.
     return min((at for at in moments if at > end - RUIN_NS), default=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmobs import schema
 from llmobs.agent.flight import SUFFIX, VERSION
-from llmobs.agent.scene import dead_scene
+from llmobs.agent.scene import Ends, dead_scene
 from llmobs.ring import SUFFIX as RING
 from llmobs.ring import Reader, RingError
 from llmobs.slo import BUCKET_LIMITS
@@ -114,20 +114,21 @@ def _record(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
         if record["version"] == VERSION and record["scene"] and float(record["written"]):
             str(record["server"]), str(record["run_folder"]), list(record["samples"])
-            dict(record["ends"])
+            [(int(code), float(at)) for code, at in record["ends"].values()]
             return dict(record)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
 
 
 def _read(remains: Remains, others: tuple[str, ...]) -> Case:
     written, path, record = max(remains.records, default=(0.0, None, {}), key=lambda r: r[0])
+    ends: Ends = {pid: (int(code), at) for pid, (code, at) in record.get("ends", {}).items()}
     scene: dict[str, Any] | None = None
     read = []
     if remains.rings is not None:
         try:
-            scene = dead_scene(remains.rings, remains.server)
+            scene = dead_scene(remains.rings, remains.server, ends)
             read.append(f"the rings in {remains.rings}")
         except (LookupError, OSError, ValueError) as error:
             if not record:
@@ -144,7 +145,7 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
     if scene is None:
         raise CaseError(f"nothing of the server {remains.server} can be read; {ACCEPTED}")
     if record:
-        scene = scene | {"processes": _ended(scene["processes"], record)}
+        scene = scene | {"processes": _ended(scene["processes"], ends)}
     agent = {**record["agent"], "written": written} if record else None
     return Case(
         server=remains.server,
@@ -157,13 +158,13 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
     )
 
 
-def _ended(processes: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+def _ended(processes: list[dict[str, Any]], ends: Ends) -> list[dict[str, Any]]:
     """With what the agent saw of their ends, where no parent did."""
     told = []
     for process in processes:
-        end = record["ends"].get(str(process["pid"]))
+        end = ends.get(str(process["pid"]))
         if end is not None and process["exit"] is None and not process["alive"]:
-            seen = {"exit": int(end[0]), "exit_seen": end[1], "exit_seen_by": "agent"}
+            seen = {"exit": end[0], "exit_seen": end[1], "exit_seen_by": "agent"}
             process = process | seen
         told.append(process)
     return told

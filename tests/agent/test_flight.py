@@ -235,7 +235,11 @@ def test_an_agent_that_comes_after_another_goes_on_with_its_record(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"version": 1}', '{"version": 0, "scene": {}}', "[" * 100_000]
+    "content",
+    [
+        *("", "{", "[]", '{"version": 1}', '{"version": 0, "scene": {}}', "[" * 100_000),
+        '{"version": 1, "scene": {"a": 1}, "samples": [1], "ends": []}',
+    ],
 )
 def test_a_damaged_record_of_before_is_no_harm(folder: Path, make: Make, content: str) -> None:
     new_ring(folder, {**FRONT, **INFO})

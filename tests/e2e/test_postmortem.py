@@ -183,12 +183,19 @@ def test_the_worker_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_api_server_is_killed(tmp_path: Path) -> None:
-    """Nobody of ours is its parent; a new kernel tells the agent."""
-    crash = Crash(tmp_path, kill("api_server"))
+    """Nobody of ours is its parent; a new kernel tells the agent. vLLM's others run on for ever
+    then, until whoever keeps house ends them."""
+
+    def kill_and_clean_up(crash: Crash) -> None:
+        kill("api_server")(crash)
+        time.sleep(5)
+        os.killpg(crash.bench.server.pid, signal.SIGKILL)
+
+    crash = Crash(tmp_path, kill_and_clean_up)
     found = crash.told(crash.run)
-    crash.check(found)
     front = crash.process(found, "api_server")
     if TELLS:
+        crash.check(found)
         assert (front["exit"], front["exit_seen_by"]) == (-9, "agent")
         assert found["cause"]["kind"] == "killed"
         assert f"API server (pid {front['pid']}) was ended by" in found["cause"]["what"]
