@@ -1,6 +1,7 @@
 """The command `llmobs`."""
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "  llmobs postmortem --json /var/lib/llmobs | jq .cause\n",
     )
     postmortem.add_argument(
-        "folder", metavar="DIR", type=Path, help="a run folder, flight records, or their parent"
+        "path", metavar="DIR", type=Path, help="a run folder, flight records, or their parent"
     )
     postmortem.add_argument("--json", action="store_true", help="JSON on standard output")
 
@@ -133,13 +134,25 @@ def main(
 def _postmortem(options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     from llmobs.postmortem import case, cause, show
 
+    page = io.StringIO()
     try:
-        found = case.open_case(options.folder)
+        found = case.open_case(options.path)
+        why = cause.cause_of(found)
+        if options.json:
+            show.show_json(found, why, page)
+        else:
+            show.show(found, why, page, out.isatty())
     except case.CaseError as error:
         print(f"llmobs postmortem: {error}", file=err)
         return 2
-    why = cause.cause_of(found)
-    (show.show_json if options.json else show.show)(found, why, out)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        print(
+            f"llmobs postmortem: {options.path}: its flight record is damaged ({error!r}); "
+            "accepted is one as the agent wrote it",
+            file=err,
+        )
+        return 2
+    out.write(page.getvalue())
     return int(not why.good)
 
 

@@ -475,7 +475,7 @@ def test_json(server: Server) -> None:
 
 BAD = {
     "missing": "does not exist",
-    "file": "is no folder",
+    "file": "is no flight record",
     "empty": "holds neither rings nor flight records",
     "nonsense": "holds neither rings nor flight records",
 }
@@ -493,6 +493,45 @@ def test_bad_input_is_one_line(tmp_path: Path, name: str) -> None:
     (line,) = err.getvalue().splitlines()
     assert line.startswith(f"llmobs postmortem: {tmp_path / name} {BAD[name]}; accepted is")
     assert out.getvalue() == ""
+
+
+def test_a_record_may_be_named_itself(server: Server, tmp_path: Path) -> None:
+    engine_killed(server)
+    path = server.sampled({"used": 5}, folder=tmp_path / "volume")
+    assert open_case(path).read == (f"the rings in {server.folder}", f"the flight record {path}")
+    shutil.rmtree(server.folder)
+    assert open_case(path).read == (f"the flight record {path}",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"scene": {"at": 3}},
+        {"scene": {"at": "x", "processes": [{}], "trend": []}},
+        {"samples": [{}]},
+        {"samples": [3]},
+    ],
+)
+def test_a_damaged_record_is_one_line(server: Server, tmp_path: Path, damage: dict) -> None:
+    path = server.sampled({"used": 5}, folder=tmp_path / "volume")
+    shutil.rmtree(server.folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    out, err = io.StringIO(), io.StringIO()
+    assert main(["postmortem", str(path)], out, err) == 2
+    (line,) = err.getvalue().splitlines()
+    assert line.startswith(f"llmobs postmortem: {path}: its flight record is damaged (")
+    assert out.getvalue() == ""
+
+
+def test_records_that_name_each_other_are_no_loop(server: Server, tmp_path: Path) -> None:
+    engine_killed(server)
+    path = server.sampled({"used": 5}, folder=tmp_path / "a")
+    record = json.loads(path.read_text())
+    for mine, other in (("a", "b"), ("b", "a")):
+        (tmp_path / mine).mkdir(exist_ok=True)
+        text = json.dumps(record | {"run_folder": str(tmp_path / other)})
+        (tmp_path / mine / path.name).write_text(text)
+    assert open_case(tmp_path / "a").server == server.name
 
 
 @pytest.mark.parametrize("role", ["api_server", "engine_core", "worker"])

@@ -63,15 +63,15 @@ class Flight:
 
     def poll(self) -> None:
         now = time.monotonic()
-        self._endings.look(self.run)  # the moment counts
-        if now >= self._next:
-            self._next = now + SECONDS
-            try:
+        try:
+            self._endings.look(self.run)  # at each poll, for the moment counts
+            if now >= self._next:
+                self._next = now + SECONDS
                 self._look()
-            except Exception:  # whatever a damaged ring said
-                if not self._failed:
-                    log.exception("no flight record")
-                self._failed = True
+        except Exception:  # whatever a damaged ring said
+            if not self._failed:
+                log.exception("no flight record")
+            self._failed = True
 
     def _look(self) -> None:
         figures = gauges(self.run) if self._turn % GAUGES_EVERY == 0 else None

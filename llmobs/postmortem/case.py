@@ -15,8 +15,8 @@ from llmobs.ring import Reader, RingError
 from llmobs.slo import BUCKET_LIMITS
 
 ACCEPTED = (
-    "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a folder of flight records "
-    "(LLMOBS_FLIGHT_DIR), or a folder that holds some"
+    "accepted is a run folder (PID-TICKS, in /dev/shm/llmobs-UID), a flight record or the folder "
+    "of some (LLMOBS_FLIGHT_DIR), or a folder that holds any"
 )
 STALE_SECONDS = 10.0
 WALLS = [schema.PROCESS_CELL[name] for name in ("alive_wall_ns", "last_step_wall_ns")]
@@ -52,22 +52,32 @@ class Case:
     """Servers that something is left of, too."""
 
 
-def open_case(folder: Path) -> Case:
-    """The newest server of which something lies in a folder. Raises CaseError."""
-    if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise CaseError(f"{folder} {what}; {ACCEPTED}")
+def open_case(path: Path) -> Case:
+    """The newest server of which something lies in a folder, or the one that a file is of. Raises
+    CaseError."""
+    if not path.exists():
+        raise CaseError(f"{path} does not exist; {ACCEPTED}")
     found: dict[str, Remains] = {}
     try:
-        for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
-            for remains in _remains(place):
-                _join(found.setdefault(remains.server, remains), remains)
+        for remains in _found(path):
+            _join(found.setdefault(remains.server, remains), remains)
     except OSError as error:
-        raise CaseError(f"{error.filename or folder}: {error.strerror}; {ACCEPTED}") from error
+        raise CaseError(f"{error.filename or path}: {error.strerror}; {ACCEPTED}") from error
     if not found:
-        raise CaseError(f"{folder} holds neither rings nor flight records; {ACCEPTED}")
+        what = "holds neither rings nor flight records" if path.is_dir() else "is no flight record"
+        raise CaseError(f"{path} {what}; {ACCEPTED}")
     newest = max(found.values(), key=lambda remains: remains.last)
     return _read(newest, tuple(sorted(found.keys() - {newest.server})))
+
+
+def _found(path: Path) -> Iterator[Remains]:
+    if path.is_dir():
+        for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
+            yield from _rings(folder)
+            for record in sorted(folder.glob(f"*{SUFFIX}")):
+                yield from _recorded(record)
+    else:
+        yield from _recorded(path)
 
 
 def _join(known: Remains, more: Remains) -> None:
@@ -77,7 +87,7 @@ def _join(known: Remains, more: Remains) -> None:
         known.records += more.records
 
 
-def _remains(folder: Path) -> Iterator[Remains]:
+def _rings(folder: Path) -> Iterator[Remains]:
     for path in sorted(folder.glob(f"*{RING}")):
         try:
             reader = Reader(path)
@@ -93,20 +103,17 @@ def _remains(folder: Path) -> Iterator[Remains]:
             pass
         finally:
             reader.close()
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        record = _record(path)
-        if record is not None:
-            written = float(record["written"])
-            remains = Remains(str(record["server"]), written, records=[(written, path, record)])
-            run_folder = Path(record["run_folder"])
-            if run_folder != folder and run_folder.is_dir():  # more truth than was copied
-                rings = [r for r in _rings_only(run_folder) if r.server == remains.server]
-                remains.rings = rings[0].rings if rings else None
-            yield remains
 
 
-def _rings_only(folder: Path) -> Iterator[Remains]:
-    return (remains for remains in _remains(folder) if remains.rings is not None)
+def _recorded(path: Path) -> Iterator[Remains]:
+    record = _record(path)
+    if record is not None:
+        written = float(record["written"])
+        remains = Remains(str(record["server"]), written, records=[(written, path, record)])
+        for rings in _rings(Path(record["run_folder"])):  # more truth than was copied, if there
+            if rings.server == remains.server:
+                remains.rings = rings.rings
+        yield remains
 
 
 def _record(path: Path) -> dict[str, Any] | None:

@@ -26,9 +26,10 @@ def show_json(case: Case, cause: Cause, out: TextIO) -> None:
     out.write("\n")
 
 
-def show(case: Case, cause: Cause, out: TextIO) -> None:
+def show(case: Case, cause: Cause, out: TextIO, terminal: bool = False) -> None:
     """Who it was, why it ended, what it was doing, and how it had been in the minute before."""
-    console = Console(file=out, highlight=False, width=None if out.isatty() else WIDTH)
+    width = None if terminal else WIDTH
+    console = Console(file=out, highlight=False, width=width, force_terminal=terminal or None)
     scene = case.scene
     _head(console, case)
     certainty = "Cause" if cause.certain else "Likely cause"
