@@ -23,7 +23,9 @@ class Children:
         minus the number of the signal."""
         # Not active_children(): that reaps, and vLLM's own look could come out empty.
         for child in list(getattr(multiprocessing.process, "_children", ())):
-            if child.pid is not None and child not in self._told:
+            # After a plain fork those of the parent are in the set, too.
+            ours = getattr(child, "_parent_pid", None) == os.getpid()
+            if ours and child.pid is not None and child not in self._told:
                 self._known.setdefault(child.pid, child)
         sentinels: dict[int, int] = {}
         for pid, child in list(self._known.items()):

@@ -85,6 +85,17 @@ def test_one_that_its_maker_closed_is_let_go() -> None:
     assert children.wait(0.05) == {}
 
 
+def test_a_forked_process_does_not_take_its_parents_children_for_its_own() -> None:
+    sibling = child(time.sleep, 0.2)
+    pid = os.fork()
+    if not pid:
+        children = Children()
+        children.wait(0.5)
+        os._exit(1 if children._known or children._told else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    sibling.join()
+
+
 def test_without_children_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
