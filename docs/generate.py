@@ -58,14 +58,15 @@ def table() -> str:
     ]
     lines.append(
         "\n## Features\n\n`llmobs_feature_available` is 1 with an empty `reason` unless one of "
-        "these stands in the way.\n\n| feature | what it tells | reason | why not |\n"
-        "| --- | --- | --- | --- |\n"
+        "these stands in the way.\n\n| feature | what it tells | reasons |\n| --- | --- | --- |\n"
     )
     lines += [
-        f"| `{feature.name}` | {feature.tells} | `{reason}` | {MEANING[reason]} |\n"
+        f"| `{feature.name}` | {feature.tells} | "
+        f"{', '.join(f'`{reason}`' for reason in feature.reasons)} |\n"
         for feature in FEATURES
-        for reason in feature.reasons
     ]
+    lines.append("\n| reason | why not |\n| --- | --- |\n")
+    lines += [f"| `{reason}` | {why} |\n" for reason, why in MEANING.items()]
     lines.append("\n## Targets\n\n| context | first token | longest gap |\n| --- | --- | --- |\n")
     lines += [
         f"| `{b.name}` | {b.first_token * 1000:.0f} ms | {b.token_gap * 1000:.0f} ms |\n"
