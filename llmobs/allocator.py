@@ -54,7 +54,10 @@ class Allocator:
 
 def place(torch: Any, device: Any) -> dict[str, Any]:
     """What the agent needs to find this process's GPU among the machine's."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+    except (AttributeError, RuntimeError):  # before PyTorch 2.4
+        uuid = None
     return {
         "type": "cuda",
         "index": device.index,

@@ -5,6 +5,9 @@ from typing import Any
 
 from llmobs.agent.gpu.library import OF_THE_WHOLE, reason_of
 
+NOWHERE = -1
+"""The index of a worker that will never tell: this vLLM has no place for the probe."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -32,6 +35,9 @@ class Use:
         if not isinstance(gpu, dict) or not isinstance(gpu.get("type"), str):
             return None
         index = gpu.get("index")
+        probes = info.get("probes")
+        if index is None and isinstance(probes, dict) and probes.get("device") == 0:
+            index = NOWHERE
         texts = {
             name: text if isinstance(text := gpu.get(name), str) else None
             for name in ("uuid", "visible", "order")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from llmobs import schema
-from llmobs.agent.gpu.devices import Device, Machine, Unknown, Use, device_of, machine
+from llmobs.agent.gpu.devices import NOWHERE, Device, Machine, Unknown, Use, device_of, machine
 from llmobs.agent.gpu.library import Unavailable, load, reason_of
 from llmobs.agent.gpu.pcie import Pcie
 from llmobs.agent.gpu.reading import Reading
@@ -119,6 +119,8 @@ class Gpus:
             lacking[EFFECTIVE] = memory
         elif len(self._effective(view)) < len({d.label for d in view.devices.values()}):
             lacking[EFFECTIVE] = "no_kv_pool"
+        if any(use.index == NOWHERE for use in uses):
+            lacking[TORCH] = "not_supported"
         return lacking
 
     def close(self) -> None:

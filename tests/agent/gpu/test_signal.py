@@ -458,6 +458,20 @@ def test_a_gpu_that_cannot_be_found(
     assert one.figures() == set()
 
 
+def test_a_vllm_without_a_place_for_the_probe(machine: Machine, server: Make) -> None:
+    one = server({"type": "cuda"})
+    info = {"roles": ["worker"], "models": ["m"], "gpu": {"type": "cuda"}}
+    one.workers[0].write_info(info | {"probes": {"worker": 1, "device": 0}})
+    one.until(lambda: one.lacking())
+    one.until(lambda: len(one.lacking()) > 1)
+    assert one.lacking() == {
+        **dict.fromkeys(EVERYTHING, "unknown_gpu"),
+        "torch_memory": "not_supported",
+    }
+    one.workers[0].write_info(info | {"probes": {"worker": 1, "device": 1}})
+    one.until(lambda: one.lacking() == {})
+
+
 def test_a_server_that_ends(machine: Machine, server: Make) -> None:
     one = server(on_gpu(0))
     one.until_figures()
