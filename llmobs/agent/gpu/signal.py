@@ -58,6 +58,7 @@ class Gpus:
         self._began: float | None = None
         """When the look now in progress began."""
         self._view = View({}, {}, {})
+        self._shown, self._hung = self._view, False
         self._answer: dict[str, Samples] | None = None
         # The thread's own.
         self._nvml: Any = None
@@ -72,7 +73,8 @@ class Gpus:
         self._said: set[str] = set()
 
     def poll(self) -> None:
-        self._answer = None
+        # One page tells one state, whatever the thread finds meanwhile.
+        self._answer, self._shown, self._hung = None, self._view, self._hangs()
         uses = [use for _, use in self._workers()]
         if uses == self._uses:
             return
@@ -84,7 +86,7 @@ class Gpus:
 
     def samples(self) -> dict[str, Samples]:
         if self._answer is None:  # it is asked for by each metric
-            self._answer = {} if self._hangs() else self._of_models(self._view)
+            self._answer = {} if self._hung else self._of_models(self._shown)
         return self._answer
 
     def _of_models(self, view: View) -> dict[str, Samples]:
@@ -113,8 +115,8 @@ class Gpus:
             return dict.fromkeys(GPU_FEATURES, reason) if reason else {}
         if not any(use.type == "cuda" for use in uses):
             return dict.fromkeys(GPU_FEATURES, "no_gpu")
-        view = self._view
-        lacking = dict.fromkeys(OF_NVML, "no_answer") if self._hangs() else dict(view.lacking)
+        view = self._shown
+        lacking = dict.fromkeys(OF_NVML, "no_answer") if self._hung else dict(view.lacking)
         if memory := lacking.get("gpu_memory"):
             lacking[EFFECTIVE] = memory
         elif len(self._effective(view)) < len({d.label for d in view.devices.values()}):
