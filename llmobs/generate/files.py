@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmobs.generate import alertmanager, prometheus, rules, runbook
+from llmobs.generate.dashboards import board
+from llmobs.generate.dashboards.all import dashboards
 from llmobs.slo import Slo
 
 HEAD = "# Made by `llmobs generate` from the SLO file; change that, and run it again.\n"
@@ -18,6 +20,7 @@ def files(slo: Slo) -> dict[str, str]:
         "alerts/blackbox.yml": HEAD + rules.dump(prometheus.blackbox()),
         "alerts/RUNBOOK.md": runbook.text(),
         "alerts/consoles/runbook.html": runbook.page(),
+        **{f"dashboards/json/{name}.json": board.text(d) for name, d in dashboards(slo).items()},
     }
 
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 from llmobs.generate import own, rules
+from llmobs.generate.dashboards.all import dashboards
+from llmobs.generate.dashboards.board import text
 from llmobs.generate.rule import Group
 from llmobs.slo import Slo
 
@@ -13,6 +15,23 @@ def files(slo: Slo) -> dict[str, str]:
     return {
         "kubernetes/prometheusrule.yaml": rules.dump(_rule(rules.groups(slo), slo)),
         "kubernetes/podmonitor.yaml": rules.dump(_monitor()),
+        **{
+            f"kubernetes/dashboard-{name}.yaml": rules.dump(_dashboard(name, text(found)))
+            for name, found in dashboards(slo).items()
+        },
+    }
+
+
+def _dashboard(name: str, content: str) -> dict[str, Any]:
+    """Grafana's sidecar takes config maps with this label."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": f"llmobs-dashboard-{name}",
+            "labels": {**LABELS, "grafana_dashboard": "1"},
+        },
+        "data": {f"llmobs-{name}.json": content},
     }
 
 

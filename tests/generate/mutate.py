@@ -37,6 +37,7 @@ def tests(alert: str) -> list[Test]:
         ],
         "LLMAvailabilityBurn": [
             test_burn.test_availability,
+            test_burn.test_few_errors_page_nobody,
             test_burn.test_the_long_rows_of_availability,
         ],
         "LLMHealthBurn": [test_burn.test_health, test_burn.test_the_long_rows_of_health],

@@ -142,7 +142,7 @@ def test_availability(tmp_path: Path) -> None:
             *ended("hidden", 2, clients=1000),
             *ended("theirs", 0, clients=50),
             *ended("fine", 0),
-            *ended("little", 0.05),
+            *ended("little", 0.7),
         ],
     )
     first = {"failing": 85, "refusing": 85, "hidden": 85}
@@ -151,6 +151,31 @@ def test_availability(tmp_path: Path) -> None:
     after = Scenario("a restart", restarted)
     check(after, AVAILABLE, "1h", 1, {}, 104)
     passes(tmp_path, AVAILABLE, [scenario, after])
+
+
+def test_few_errors_page_nobody(tmp_path: Path) -> None:
+    """One request a minute: two failures are a thirtieth of the hour, and no page. Four are, while
+    they are within five minutes; and a hundred that ended long ago are none."""
+    name, of = "llmobs_requests_total", {"context_bucket": "1k-4k"}
+    series = []
+    for who, errors in (
+        ("two", ((0, 60), (1, 2), (0, 58))),
+        ("four", ((0, 60), (1, 4), (0, 56))),
+        ("over", ((0, 60), (20, 5), (0, 55))),
+    ):
+        series += [
+            counter(name + labels(who, outcome="stop", **of), (1, 120)),
+            counter(name + labels(who, outcome="error", **of), *errors),
+            counter("llmobs_rejections_total" + labels(who, code="503"), (0, 120)),
+            counter("llmobs_rejections_total" + labels(who, code="400"), (0, 120)),
+        ]
+    few = Scenario("few", series)
+    where = ',long="1h",severity="page"'
+    few.check(AVAILABLE, "63m", "over", by="model_name", where=where)
+    few.check(AVAILABLE, "65m", "four", "over", by="model_name", where=where)
+    for minute in (71, 75, 100):
+        few.check(AVAILABLE, f"{minute}m", by="model_name", where=where)
+    passes(tmp_path, AVAILABLE, [few])
 
 
 def test_health(tmp_path: Path) -> None:

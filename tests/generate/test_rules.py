@@ -81,12 +81,12 @@ MATCHER = re.compile(r'(\w+)(=~|!=|!~|=)"([^"]*)"')
 WORDS = {
     *("sum", "by", "rate", "increase", "and", "or", "on", "unless", "offset", "histogram_quantile"),
     *("max", "min", "count", "clamp_min", "sqrt", "avg", "avg_over_time", "min_over_time", "time"),
-    *("vector", "label_replace", "host"),
+    *("vector", "label_replace", "host", "scalar"),
 }
 
 
 def selectors(expr: str) -> list[tuple[str, dict[str, tuple[str, str]]]]:
-    expr = re.sub(r"\b(by|on) \([^)]*\)", " ", expr)
+    expr = re.sub(r"\b(by|on|ignoring|group_left) \([^)]*\)", " ", expr)
     expr = re.sub(r'"[^"{}]*"(?=[,)])', " ", expr)  # of label_replace
     found = []
     for name, braces in SELECTOR.findall(expr):
