@@ -249,7 +249,8 @@ METRICS = (
         _H,
         "The forward pass of the engine's steps in the first worker: `host` is the time that the "
         "call took there (with a GPU mostly that of launching its work), `gpu` the GPU's own time "
-        "for it, of all batches with a part of a prompt and of every eighth other one.",
+        "for it, of all batches with a part of a prompt and of one in eight others (no series "
+        "where there is no GPU).",
         {**ENGINE, "clock": CLOCKS, "batch_kind": schema.names(schema.BatchKind)},
         _R,
         "seconds",
@@ -279,7 +280,8 @@ METRICS = (
     Metric(
         "llmobs_event_loop_lag_seconds",
         _H,
-        "How late the event loop of a process came to a timer, asked ten times a second.",
+        "How late the event loop of a process came to a timer, asked ten times a second (no series "
+        "of a process without one).",
         {**MODEL, "process": OPEN},
         _T,
         "seconds",
