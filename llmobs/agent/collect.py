@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from llmobs import __version__, schema
+from llmobs.agent.pace import Paced
 from llmobs.agent.run import Run, Source
 from llmobs.agent.signals import Samples
 from llmobs.agent.store import Histogram
@@ -65,9 +66,11 @@ class RunCollector(Collector):
         run = self.run
         run.poll()
         with run.lock:
-            families = [self._family(metric) for metric in METRICS]
+            families = [self._family(metric) for metric in run.pace.over(METRICS, 1)]
             families += self._target_info()
-        yield from families
+        for family in families:
+            family.samples = Paced(family.samples, run.pace)
+            yield family
 
     def _target_info(self) -> list[Family]:
         """The server's resource attributes, as OpenTelemetry's own exporter shows them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmobs import schema
+from llmobs.agent.pace import Pace
 from llmobs.agent.requests import U64, RequestView
 from llmobs.agent.signals import Signal
 from llmobs.agent.steps import SETTLE_NS, EngineView
@@ -146,6 +147,7 @@ class Run:
         """What was recorded after this moment (monotonic) is not taken in then."""
         self.complains = logging.DEBUG if autopsy else logging.WARNING
         self.lock = FairLock()
+        self.pace = Pace()
         self.store = Store()
         self.requests = RequestView(self.store)
         self.engines: dict[tuple[str, str], EngineView] = {}
@@ -178,6 +180,7 @@ class Run:
     def _poll(self) -> int:
         self._discover()
         total = 0
+        self.pace.hurry = False
         for source in self.sources.values():
             if not source.drained:
                 total += self._read(source)
@@ -314,6 +317,7 @@ class Run:
         end = reader.position + reader.capacity
         while reader.position < end:
             batch = reader.read(BATCH)
+            self.pace.hurry |= len(batch.records) == BATCH
             if batch.lost:
                 if source.lost == lost_before:
                     end = reader.position + reader.capacity
@@ -342,7 +346,7 @@ class Run:
     def _feed(self, source: Source, records: list[tuple[Any, ...]]) -> None:
         engine, number, until = source.engine, source.number, self.until
         source.newest = max(source.newest, records[-1][6]) if records else source.newest
-        for place, record in enumerate(records):
+        for place, record in enumerate(self.pace.over(records)):
             try:
                 if record[1] in PROCESS_KINDS:
                     source.fate.feed(record)
