@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sized
 from typing import Any
 
-from llmobs import process, schema
+from llmobs import kv_cache, process, schema
 from llmobs.frontend import is_cut, sequence_key
 from llmobs.guard import GUARD
 from llmobs.ring import Writer
@@ -45,6 +45,7 @@ BLOCKED = {
     "WAITING_FOR_STREAMING_REQ": Wait.INPUT,
 }
 
+NOTHING = kv_cache.Held()
 ENDS_WITH_TOKEN = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
 
 
@@ -61,6 +62,7 @@ class Sequence:
         "number",
         "prompt",
         "resumable",
+        "starved",
         "state",
         "step",
         "yielded",
@@ -82,6 +84,7 @@ class Sequence:
         """vLLM's own list of its tokens, where a step may yield several."""
         self.had = 0
         """How many these were after the last step (kept of those that are cut)."""
+        self.starved = 0
 
 
 class Group:
@@ -135,8 +138,10 @@ class Engine:
         """How many failures of ours there had been when `sequences` was last looked through."""
         self.step_number = 0
         self.updating = False
-        self.leaving: list[tuple[str, int]] = []
+        self.leaving: list[tuple[str, int, kv_cache.Held]] = []
         self.left_empty = False
+        self.pool: kv_cache.Pool | None = None
+        self.scheduling = False
         self.reason = Wait.ENGINE_BUSY
         self.reason_since = now()
         self.last_end = 0
@@ -244,7 +249,7 @@ class Engine:
         self.swept = GUARD.total
         time_now = now()
         for request_id in self.sequences.keys() - known.keys():
-            self._remove(request_id, time_now, 0)
+            self._remove(request_id, time_now, 0, NOTHING)
         self.leaving.clear()
         self.recount()
 
@@ -252,6 +257,13 @@ class Engine:
 
     def scheduled(self, scheduler: Any, output: Any, started: int) -> None:
         time_now = now()
+        self.scheduling = False
+        pool = self.pool
+        if pool is not None:
+            if pool.watched is not None:
+                pool.unwatch()
+            if pool.queue.num_free_blocks != pool.free:
+                pool.look()
         total = output.total_num_scheduled_tokens
         self.step_number += 1
         step = Step(id(output), self.step_number, started, time_now)
@@ -289,6 +301,8 @@ class Engine:
             if before >= request.num_tokens and entry is Entry.CONTINUED:
                 continue  # async scheduling: decoding already, its first token is on the way
             prefills += 1
+            held = NOTHING if self.pool is None else self.pool.held(request)
+            starved, sequence.starved = sequence.starved, 0
             self.ring.put(
                 Kind.CHUNK,
                 step.started,
@@ -299,6 +313,8 @@ class Engine:
                 before,
                 step.number,
                 sequence.key,
+                *held,
+                starved,
             )
         if not prefills:
             return BatchKind.DECODE
@@ -336,8 +352,8 @@ class Engine:
                 time_now = self.last_end  # they left with this step, not after it
         if self.leaving:
             time_now = time_now or now()
-            for request_id, tokens in self.leaving:
-                self._remove(request_id, time_now, tokens)
+            for request_id, tokens, held in self.leaving:
+                self._remove(request_id, time_now, tokens, held)
             self.leaving.clear()
             self.left_empty = False
 
@@ -560,7 +576,21 @@ class Engine:
 
     # Changes outside of steps
 
-    def preempt(self, request: Any, lost: int, usage: int) -> None:
+    def starve(self, request: Any) -> None:
+        """There were no blocks for the one that is first in line: told once for each wait."""
+        sequence = self.sequences.get(request.request_id)
+        if sequence is None:
+            return
+        sequence.starved += 1
+        if sequence.starved == 1 and self.pool is not None:
+            free = self.pool.queue.num_free_blocks
+            self.ring.put(
+                Kind.KV_STARVED, now(), sequence.number, 0, sequence.cell, sequence.key, free
+            )
+
+    def preempt(self, request: Any, lost: int, usage: int, held: kv_cache.Held = NOTHING) -> None:
+        if self.scheduling and self.pool is not None:
+            self.ring.cells[kv_cache.FAILURES] += 1  # each is for one attempt that failed
         request_id = request.request_id
         sequence = self.sequences.get(request_id)
         if sequence is None:
@@ -570,21 +600,32 @@ class Engine:
         bucket = sequence.cell % schema.BUCKETS
         self.ring.cells[schema.model_cell("preemptions", model) + bucket] += 1
         tokens = request.num_output_tokens
-        self.ring.put(Kind.PREEMPT, now(), sequence.number, 0, 0, lost, tokens, sequence.key, usage)
+        self.ring.put(
+            Kind.PREEMPT,
+            now(),
+            sequence.number,
+            self.scheduling,
+            0,
+            lost,
+            tokens,
+            sequence.key,
+            usage,
+            *held,
+        )
 
-    def leave(self, request: Any) -> None:
+    def leave(self, request: Any, held: kv_cache.Held = NOTHING) -> None:
         sequence = self.sequences.get(request.request_id)
         if sequence is None:
             return
         tokens = request.num_output_tokens
         if self.updating:
             # Its last tokens come with the step's record, which is written before its end.
-            self.leaving.append((request.request_id, tokens))
+            self.leaving.append((request.request_id, tokens, held))
             self.left_empty |= request.status.name not in ENDS_WITH_TOKEN
         else:
-            self._remove(request.request_id, now(), tokens)
+            self._remove(request.request_id, now(), tokens, held)
 
-    def _remove(self, request_id: str, time_now: int, tokens: int) -> None:
+    def _remove(self, request_id: str, time_now: int, tokens: int, held: kv_cache.Held) -> None:
         self._integrate_waiting(time_now)
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
@@ -592,7 +633,17 @@ class Engine:
             if sequence.resumable:
                 self.resumable -= 1
                 self.recount()
-            self.ring.put(Kind.LEAVE, time_now, sequence.number, 0, 0, tokens, sequence.key)
+            self.ring.put(
+                Kind.LEAVE,
+                time_now,
+                sequence.number,
+                0,
+                0,
+                tokens,
+                sequence.key,
+                *held,
+                sequence.starved,
+            )
 
 
 # What the table of probes calls. One engine core has one scheduler; a process that builds several
@@ -614,6 +665,7 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
     state.open("engine_core", str(model.served_model_name), engine=engine)
     several = vllm_config.speculative_config is not None or getattr(model, "is_diffusion", False)
     ENGINE = None
+    kv_cache.forget(state.ring)
     if _rust(vllm_config.parallel_config):
         state.lacks("foreign_frontend", "front_end", "http_edge")
     if vllm_config.parallel_config.distributed_executor_backend == "ray" and not state.sees(
@@ -628,6 +680,15 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
         state.ring.cells[WAITING_TOKENS] = 0
         if not FOLLOWED & state.missing.keys():
             ENGINE = Engine(state.ring, several)
+
+
+def started(token: Any, result: Any, scheduler: Any, vllm_config: Any) -> None:
+    """After Scheduler.__init__."""
+    ring = process.current().ring
+    if ring is not None:
+        kv_cache.found(ring, scheduler)
+        if ENGINE is not None:
+            ENGINE.pool = kv_cache.POOL
 
 
 def _rust(parallel_config: Any) -> bool:
@@ -654,7 +715,15 @@ def joined(token: Any, result: Any, scheduler: Any, request: Any) -> None:
 
 
 def schedule_starts(scheduler: Any) -> int:
+    if ENGINE is not None:
+        ENGINE.scheduling = True
     return now()
+
+
+def admission_tried(token: Any, result: Any, scheduler: Any) -> None:
+    """A step looks at the first one in line: its running ones are scheduled by now."""
+    if ENGINE is not None and ENGINE.scheduling and ENGINE.pool is not None:
+        ENGINE.pool.watch(scheduler.kv_cache_manager, ENGINE.starve)
 
 
 def scheduled(token: int, output: Any, scheduler: Any) -> None:
@@ -673,16 +742,29 @@ def updated(token: int, result: Any, scheduler: Any, output: Any, runner_output:
         ENGINE.updated(output, runner_output, result, token)
 
 
-def preemption_starts(scheduler: Any, request: Any) -> tuple[int, int]:
+def preemption_starts(scheduler: Any, request: Any) -> tuple[int, int, kv_cache.Held]:
     # Read before: the preemption itself frees the blocks and forgets what was computed.
-    return int(request.num_computed_tokens), int(scheduler.kv_cache_manager.usage * 1_000_000)
+    usage = int(scheduler.kv_cache_manager.usage * 1_000_000)
+    return int(request.num_computed_tokens), usage, _held(request)
 
 
-def preempted(token: tuple[int, int], result: Any, scheduler: Any, request: Any) -> None:
+def preempted(
+    token: tuple[int, int, kv_cache.Held], result: Any, scheduler: Any, request: Any
+) -> None:
     if ENGINE is not None:
         ENGINE.preempt(request, *token)
 
 
-def left(token: Any, result: Any, scheduler: Any, request: Any) -> None:
+def end_starts(scheduler: Any, request: Any) -> kv_cache.Held:
+    return _held(request)  # the end itself frees the blocks
+
+
+def left(token: kv_cache.Held, result: Any, scheduler: Any, request: Any) -> None:
     if ENGINE is not None:
-        ENGINE.leave(request)
+        ENGINE.leave(request, token)
+
+
+def _held(request: Any) -> kv_cache.Held:
+    if ENGINE is None or ENGINE.pool is None:
+        return NOTHING
+    return ENGINE.pool.held(request)

@@ -46,8 +46,9 @@ MEANING = {
     "no_answer": "NVIDIA's driver does not answer",
     "unknown_gpu": "which of the machine's GPUs the server uses cannot be told from what its "
     "workers say",
-    "no_kv_pool": "the engine's KV-cache blocks are not known",
     "failed": "it failed in the server, whose log says how; the server is unaffected",
+    "no_kv_pool": "the scheduler has no pool of KV-cache blocks where llmobs looks for it: a model "
+    "without attention, a scheduler of a program's own, or a vLLM in which a probe has no place",
 }
 """The values of the label `reason`, for a person."""
 
@@ -114,6 +115,7 @@ FEATURES = (
         "how long forward and sampling took on the GPU",
         ("no_gpu", "failed", "ray"),
     ),
+    Feature("kv_cache", "KV-cache blocks: in use, handed out, evicted", ("no_kv_pool",)),
 )
 GPU_FEATURES = tuple(
     f.name

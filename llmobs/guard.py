@@ -106,6 +106,26 @@ def wrap(
     return wrapper
 
 
+def wrap_rare(
+    probe: str, original: Callable[..., Any], after: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """Wrap a method that vLLM calls in loops and that mostly has nothing to tell: `after(instance)`
+    is called where it returned something true, and else next to nothing is done."""
+    failed = GUARD.failed
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result:
+            try:
+                after(args[0])
+            except Exception:
+                failed(probe)
+        return result
+
+    return wrapper
+
+
 def _picker(places: tuple[int, ...], names: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
     """How to find the wanted arguments of a call: by position, by keyword, or None (a default)."""
     if not places:

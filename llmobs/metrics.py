@@ -522,6 +522,48 @@ METRICS = (
         _K,
     ),
     Metric(
+        "llmobs_kv_blocks",
+        _G,
+        "KV-cache blocks of the engine's pool. Cached prefixes that nobody uses are free.",
+        {**ENGINE, "state": ("used", "free")},
+        _T,
+    ),
+    Metric(
+        "llmobs_kv_block_events_total",
+        _C,
+        "Life of KV-cache blocks. `allocate`: a block leaves the free queue, new or found in the "
+        "prefix cache; `free`: it returns; `evict`: what the prefix cache had in it is forgotten. "
+        "`allocate` less `free` are in use.",
+        {**ENGINE, "event": schema.LABELS["event"]},
+        _T,
+    ),
+    Metric(
+        "llmobs_kv_allocation_failures_total",
+        _C,
+        "Attempts to schedule a request that failed since the pool had too few free blocks: one a "
+        "step for the one that is first in line, and one for each preemption.",
+        {**ENGINE},
+        _T,
+    ),
+    Metric(
+        "llmobs_kv_cache_bytes",
+        _G,
+        "The size of the KV cache in one worker; with tensor parallelism each has as much.",
+        {**ENGINE},
+        _T,
+        "bytes",
+    ),
+    Metric(
+        "llmobs_request_kv_bytes",
+        _H,
+        "The most that a request's sequences held of the KV cache in one worker, shared prefixes "
+        "included.",
+        {**MODEL, "context_bucket": BUCKETS},
+        _R,
+        "bytes",
+        "kv_bytes",
+    ),
+    Metric(
         "llmobs_incomplete_requests_total",
         _C,
         "Requests that span a gap in the records: counted by the counters, left out of histograms.",

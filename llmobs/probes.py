@@ -10,8 +10,8 @@ from typing import Any
 
 import wrapt
 
-from llmobs import engine, frontend, pauses, process, worker
-from llmobs.guard import GUARD, Observer, wrap
+from llmobs import engine, frontend, kv_cache, pauses, process, worker
+from llmobs.guard import GUARD, Observer, wrap, wrap_rare
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Probe:
     a probe belongs: until it is attached there it shows as 0, an `optional` one only where this
     vLLM has no place for it.
     `transform` replaces the result (only an async generator needs it). `raised` is told of vLLM's
-    own exceptions.
+    own exceptions. `rare` is all that is called where vLLM loops over blocks: with the instance, if
+    the call returned something true.
     """
 
     name: str
@@ -33,12 +34,14 @@ class Probe:
     before: Callable[..., Any] | None = None
     after: Observer | None = None
     transform: Callable[[Any], Any] | None = None
+    rare: Callable[[Any], None] | None = None
     optional: bool = False
     raised: Callable[[str, Exception], None] | None = None
 
 
 _OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 PROBES = (
@@ -111,6 +114,7 @@ PROBES = (
         (f"{_SCHEDULER}.__init__",),
         ("vllm_config",),
         before=engine.starts,
+        after=engine.started,
     ),
     Probe("join", "engine_core", (f"{_SCHEDULER}.add_request",), ("request",), after=engine.joined),
     Probe(
@@ -139,7 +143,12 @@ PROBES = (
         after=engine.preempted,
     ),
     Probe(
-        "leave", "engine_core", (f"{_SCHEDULER}._free_request",), ("request",), after=engine.left
+        "leave",
+        "engine_core",
+        (f"{_SCHEDULER}._free_request",),
+        ("request",),
+        before=engine.end_starts,
+        after=engine.left,
     ),
     Probe(
         "worker",
@@ -164,6 +173,37 @@ PROBES = (
         before=worker.sampling_starts,
         after=worker.sampled,
         raised=process.raised,
+    ),
+    Probe(
+        "kv_free",
+        "engine_core",
+        (f"{_POOL}.free_blocks",),
+        before=kv_cache.returning,
+        after=kv_cache.returned,
+    ),
+    Probe(
+        "kv_unpin",
+        "engine_core",
+        # Up to 0.25 there is but one way back to the queue; what is seen twice counts once.
+        (f"{_POOL}.unpin_blocks", f"{_POOL}.free_blocks"),
+        before=kv_cache.returning,
+        after=kv_cache.returned,
+    ),
+    Probe(
+        "kv_evict",
+        "engine_core",
+        (f"{_POOL}._maybe_evict_cached_block",),
+        rare=kv_cache.evicted,
+    ),
+    Probe(
+        "kv_attempt",
+        "engine_core",
+        # What a step calls for each waiting request that it tries, and for no running one.
+        (
+            f"{_SCHEDULER}._handle_blocked_waiting_request",
+            f"{_SCHEDULER}._select_waiting_queue_for_scheduling",
+        ),
+        after=engine.admission_tried,
     ),
     Probe(
         "trace_headers",
@@ -289,6 +329,8 @@ def _put_on(probe: Probe, target: str, owner: Any) -> None:
 def _wrapped(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     if probe.transform is not None:
         return _transformed(probe.name, original, probe.transform)
+    if probe.rare is not None:
+        return wrap_rare(probe.name, original, probe.rare)
     return wrap(
         probe.name,
         original,

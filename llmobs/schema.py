@@ -92,9 +92,12 @@ class Kind(IntEnum):
     """x: Flag; y: cell; key, prompt tokens, waiting sequences and prompt tokens ahead."""
     CHUNK = 17
     """Part of a prefill, or of a recompute, is scheduled. x: Entry; tokens scheduled, tokens
-    computed before, step, key."""
+    computed before, step, key, KV-cache blocks that it holds now, places in its block tables,
+    blocks left to all, attempts to allocate that failed while it waited."""
     PREEMPT = 18
-    """Computed tokens lost, output tokens so far, key, KV usage in millionths."""
+    """x: 1 if for want of blocks (0: the prefix cache was reset); computed tokens lost, output
+    tokens so far, key, KV usage in millionths, then as of before: KV-cache blocks held, places in
+    its block tables, blocks left."""
     TOKENS = 19
     """A list of pairs (sequence, tokens) of what came out beside the implied."""
     SKIP = 20
@@ -105,7 +108,8 @@ class Kind(IntEnum):
     schedule start, schedule end, update start, sequences, tokens scheduled, tokens out,
     waiting sequences, waiting prompt tokens, schedule start or end of the step before (later)."""
     LEAVE = 22
-    """The engine is done with a sequence. Output tokens, key."""
+    """The engine is done with a sequence. Output tokens, key, then as of before: KV-cache blocks
+    held, places in its block tables, blocks left, attempts that failed while it waited."""
     SNAPSHOT = 23
     """Begins (x=1) or ends (x=0) the list, written every second, of the sequences that run or were
     preempted: what a reader needs after a gap."""
@@ -114,6 +118,10 @@ class Kind(IntEnum):
     MORE = 25
     """A list of pairs (cell, tokens), x numbers: what the decoding sequences of a cell together
     yielded in the step that follows, beyond one each. Those with Flag.CUT are in TOKENS instead."""
+
+    KV_STARVED = 26
+    """The first attempt that failed for want of KV-cache blocks since a sequence waits, when it was
+    first in line. y: cell; key, blocks that were left."""
 
     # worker
     FORWARD = 32
@@ -247,6 +255,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "torch_memory": ("allocated", "reserved", "peak"),
     "torch_event": ("alloc_retry", "oom"),
     "step_le": (*(str(float(bound)) for bound in SLO.step_seconds), "+Inf"),
+    "event": ("allocate", "free", "evict"),
 }
 
 MODEL_SLOTS = 22
@@ -281,6 +290,10 @@ PER_PROCESS: dict[str, tuple[str, ...]] = {
     "torch_memory": ("torch_memory",),
     "torch_events": ("torch_event",),
     "torch_reads": (),
+    "kv_block_events": ("event",),
+    "kv_allocation_failures": (),
+    "kv_pool_blocks": (),
+    "kv_cache_bytes": (),
 }
 FLOAT_TOTALS = frozenset({"log_moment"})
 """These cells are doubles; all others are integers."""

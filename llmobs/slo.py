@@ -82,6 +82,7 @@ class Boundaries:
     batch_sizes: tuple[Count, ...]
     context_tokens: tuple[Count, ...]
     cold_start_seconds: tuple[Seconds, ...]
+    kv_bytes: tuple[Count, ...]
     residual_ratios: tuple[Number, ...]
 
     def __post_init__(self) -> None:
@@ -209,6 +210,10 @@ class Slo:
     def cold_start_seconds(self) -> tuple[float, ...]:
         targets = {bucket.cold_start for bucket in self.buckets}
         return tuple(sorted({*self.boundaries.cold_start_seconds, *targets}))
+
+    @cached_property
+    def kv_bytes(self) -> tuple[float, ...]:
+        return self.boundaries.kv_bytes
 
     @cached_property
     def residual_ratios(self) -> tuple[float, ...]:

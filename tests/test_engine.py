@@ -52,7 +52,7 @@ def test_what_a_failed_probe_left_behind_is_forgotten_with_the_next_request(ring
     assert waiting(ring) == 3
     assert ring.cells[schema.PROCESS_CELL["waiting_tokens"]] == 30
     for name in ("c", "d", "e"):
-        engine.left(None, None, scheduler, scheduler.requests.pop(name))
+        engine.left(engine.NOTHING, None, scheduler, scheduler.requests.pop(name))
     assert waiting(ring) == 0
 
 
@@ -88,10 +88,11 @@ class Failing:
         self._observe(engine.joined, None, None, self.scheduler, new)
 
     def leave(self, gone: Any) -> None:
-        self._observe(engine.left, None, None, self.scheduler, gone)
+        self._observe(engine.left, engine.NOTHING, None, self.scheduler, gone)
 
     def preempt(self, victim: Any, before: int, usage: int) -> None:
-        self._observe(engine.preempted, (before, usage), None, self.scheduler, victim)
+        token = before, usage, engine.NOTHING
+        self._observe(engine.preempted, token, None, self.scheduler, victim)
 
     def scheduled(self, scheduler: Any, output: Any, started: int) -> None:
         if token := self._observe(engine.schedule_starts, scheduler):

@@ -82,6 +82,7 @@ def test_the_vocabulary() -> None:
         *("host_cpu", "run_queue", "cgroup_cpu", "pressure"),
         *GPU,
         "gpu_clock",
+        "kv_cache",
     )
     reasons = {(f.name, reason) for f in FEATURES for reason in f.reasons}
     assert reasons == {
@@ -105,6 +106,7 @@ def test_the_vocabulary() -> None:
         ("gpu_clock", "no_gpu"),
         ("gpu_clock", "failed"),
         ("gpu_clock", "ray"),
+        ("kv_cache", "no_kv_pool"),
     }
     assert set(MEANING) == {reason for _, reason in reasons}
 
@@ -190,6 +192,7 @@ def test_the_page_says_why(tmp_path: Path) -> None:
         (MODEL, "pressure", ""): 1,
         **{(MODEL, feature, ""): 1 for feature in GPU},
         (MODEL, "gpu_clock", ""): 1,
+        (MODEL, "kv_cache", ""): 1,
     }
 
 

@@ -104,6 +104,10 @@ CONTRACT = {
         "context_bucket": BUCKETS,
         "objective": ("first_token", "token_gap"),
     },
+    "llmobs_kv_blocks": {"state": ("used", "free")},
+    "llmobs_kv_block_events_total": {"event": ("allocate", "free", "evict")},
+    "llmobs_kv_allocation_failures_total": {},
+    "llmobs_kv_cache_bytes": {},
 }
 
 

@@ -45,6 +45,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def _preempt_request(self, victim: Any, timestamp: float) -> None: ...
 
+        def _handle_blocked_waiting_request(self, request: Any) -> bool:
+            return True
+
     class OpenAIServing:
         def beam_search(self, *_: Any) -> str:
             return "beams"
@@ -197,6 +200,7 @@ def test_a_module_that_is_gone_is_missed_though_nobody_imports_it(
     gone = {
         *("sync_engine", "process_inputs", "admit", "finish", "abort", "engine_dead"),
         *("beam_search", "worker", "forward", "sample", "trace_headers", "device", "warm_up"),
+        *("kv_free", "kv_unpin", "kv_evict"),
     }
     assert noted(runs) == gone
     assert {header()["probes"][probe] for probe in gone} == {0}
@@ -424,7 +428,7 @@ def test_the_table() -> None:
     assert len({probe.name for probe in PROBES}) == len(PROBES) <= 64
     assert {probe.role for probe in PROBES} == {"api_server", "engine_core", "worker"}
     for probe in PROBES:
-        assert probe.transform or probe.after or probe.before
+        assert probe.transform or probe.after or probe.before or probe.rare
         for target in probe.targets:
             module, _, path = target.partition(":")
             assert module.split(".")[0] in ("vllm", "uvicorn")

@@ -52,6 +52,7 @@ def test_vocabularies() -> None:
         "SNAPSHOT": 23,
         "SNAPSHOT_ENTRY": 24,
         "MORE": 25,
+        "KV_STARVED": 26,
         "FORWARD": 32,
         "SAMPLE": 33,
         "GPU": 34,

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from llmobs import __version__, schema
+from llmobs.agent import kv_cache
 from llmobs.agent.pace import Paced
 from llmobs.agent.run import Run, Source
 from llmobs.agent.signals import Samples
@@ -291,6 +292,10 @@ OWN: dict[str, Callable[[Run], Samples]] = {
     "llmobs_torch_memory_events_total": lambda run: _torch(run, "torch_events"),
     "llmobs_agent_restarts_total": lambda run: {(_served(run),): run.restarts},
     "llmobs_build_info": _build,
+    "llmobs_kv_blocks": kv_cache.blocks,
+    "llmobs_kv_block_events_total": kv_cache.events,
+    "llmobs_kv_allocation_failures_total": kv_cache.failures,
+    "llmobs_kv_cache_bytes": kv_cache.size,
 }
 """Families that are neither totals nor kept in the store."""
 

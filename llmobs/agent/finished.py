@@ -28,6 +28,8 @@ class Finished(NamedTuple):
     predicted_prefill: float | None
     """What the fit from before it said of its phase `prefill`; None: nothing."""
     cold_start: bool
+    kv_bytes: float | None
+    """The most that its sequences held of the KV cache, in one worker; None if not known."""
 
 
 class FinishedRequests:

@@ -355,6 +355,9 @@ class RequestView:
         if bucket != UNKNOWN:
             self._verdict(request, model, request.bucket, ttft, gap)
         preemptions = sum(len(s.preemptions) for s in sequences)
+        kv_bytes = _kv_bytes(request)
+        if kv_bytes is not None and bucket != UNKNOWN:
+            self.store.histogram("llmobs_request_kv_bytes", model, bucket).observe(kv_bytes)
         self._keep(identity[0], request, model, preemptions)
         self.finished.append(
             Finished(
@@ -375,6 +378,7 @@ class RequestView:
                 ),
                 predicted_prefill=predicted_prefill(request),
                 cold_start=cold_start(request),
+                kv_bytes=kv_bytes,
             )
         )
 
@@ -471,3 +475,14 @@ class RequestView:
         request.missed = tuple(name for name, verdict in verdicts.items() if verdict == "bad")
         self.store.add("llmobs_slo_requests_total", model, name, "first_token", first)
         self.store.add("llmobs_slo_requests_total", model, name, "token_gap", pauses)
+
+
+def _kv_bytes(request: Request) -> float | None:
+    """The most that its sequences held of the KV cache; None where it never had any, or where that
+    is not known."""
+    held = [
+        a.sequence.blocks * a.engine.block_bytes
+        for a in request.admissions.values()
+        if a.sequence is not None and a.engine is not None
+    ]
+    return sum(held) or None

@@ -116,6 +116,11 @@ class Source:
         """The same cells as doubles."""
         return self.cells.cast("B").cast("d")
 
+    @property
+    def kv_blocks(self) -> int:
+        """The blocks of the engine's KV cache; 0 where that is not known."""
+        return self.cells[schema.PROCESS_CELL["kv_pool_blocks"]]
+
     def ended(self) -> dict[tuple[int, int], int]:
         """Requests that ended here, by the numbers of their model and bucket."""
         outcomes = len(schema.Outcome)
@@ -311,6 +316,9 @@ class Run:
         source.cells = source.reader.totals()
         if source.engine is not None and "engine_core" in source.roles:
             source.engine.alive_wall = source.cells[schema.PROCESS_CELL["alive_wall_ns"]]
+        if source.engine is not None and source.kv_blocks:
+            bytes_ = source.cells[schema.PROCESS_CELL["kv_cache_bytes"]]
+            source.engine.block_bytes = bytes_ / (source.kv_blocks + 1)  # the null block's too
         # One round of the ring, from where it can still be read: what stood there when we came is
         # then read or lost. One that is written faster than we read must not keep us from others.
         reader, lost_before = source.reader, source.lost

@@ -75,6 +75,7 @@ class _Tree:
         self.model = model
         self.reasons = reasons
         self.shift = request.wall - request.wall_at
+        self.segments: list[Segment] = []
         chosen = chosen_sequence(request)
         self.start: Sequence | None = chosen[1] if chosen else None
         self.sequence: Sequence | None = chosen[2] if chosen else None
@@ -99,7 +100,8 @@ class _Tree:
             request.outcome is Outcome.REJECTED and request.status >= 500
         ):
             root.error = f"{request.outcome.name.lower()} {request.status or ''}".strip()
-        root.children = [self._segment(segment) for segment in segments_of(request)]
+        self.segments = segments_of(request)
+        root.children = [self._segment(segment) for segment in self.segments]
         return root
 
     def _attributes(self) -> Attributes:
@@ -169,6 +171,7 @@ class _Tree:
 
     def _queue(self, segment: Segment) -> Span:
         span = self.span("llm.queue", segment.start, segment.end)
+        span.events = self._kv(segment)
         if self.start is not None and self.start.joined:
             span.attributes["llm.queue.ahead"] = self.start.ahead
             span.attributes["llm.queue.ahead_tokens"] = self.start.ahead_tokens
@@ -199,7 +202,7 @@ class _Tree:
         span.attributes["llm.tokens.cached"] = sequence.cached
         span.attributes["llm.tokens.computed"] = sequence.computed
         stalls = self._stalls(span, segment, beside=False)
-        span.events = _in_order(stalls, self._chunks(sequence, segment))
+        span.events = _in_order(self._kv(segment) + stalls, self._chunks(sequence, segment))
         if self.engine is not None and sequence.first and segment.end >= sequence.first:
             steps = self.engine.steps_between(sequence.first - 1, sequence.first)
             span.children = [s for step in steps[-1:] if (s := self._sampling(step, segment))]
@@ -235,6 +238,44 @@ class _Tree:
                 events.append(("llm.prefill.chunk", self.wall(time), about))
         return events[:EVENTS_KEPT]
 
+    def _kv(self, segment: Segment) -> list[Event]:
+        """What it took of the KV cache in this stretch, and where there was nothing for it."""
+        sequence = self.sequence or self.start
+        if sequence is None:
+            return []
+        found: list[tuple[str, int, Attributes]] = []
+        for taken in sequence.taken:
+            if self._holder(taken.time, taken.closing) is segment:
+                about: Attributes = {
+                    "llm.kv.blocks": taken.blocks,
+                    "llm.kv.blocks_left": taken.left,
+                }
+                found.append(("kv.allocate", taken.time, about))
+        for starved in sequence.starved:
+            if self._holder(starved.time, False) is segment:
+                about = {"llm.kv.attempts": starved.attempts, "llm.kv.blocks_left": starved.left}
+                found.append(("kv.starved", starved.time, about))
+        for loss in sequence.preemptions:
+            if loss.starved and self._holder(loss.start, True) is segment:
+                about = {"llm.kv.blocks_left": loss.left, "llm.kv.blocks_lost": loss.blocks}
+                found.append(("kv.starved", loss.start, about))
+        found.sort(key=lambda event: event[1])
+        return [
+            (name, self.wall(min(time, segment.end)), about)
+            for name, time, about in found[-EVENTS_KEPT // 2 :]
+        ]
+
+    def _holder(self, time: int, closing: bool) -> Segment | None:
+        """The stretch of the engine's that a moment belongs to; one that closes something belongs
+        to what it closes, though it be told a little later."""
+        holder = None
+        for segment in self.segments:
+            if segment.phase in ("queue", "prefill", "preempted", "decode") and (
+                segment.start < time if closing else segment.start <= time
+            ):
+                holder = segment
+        return holder
+
     def _preempted(self, segment: Segment) -> Span:
         span = self.span("llm.preempted", segment.start, segment.end)
         loss = segment.loss
@@ -242,6 +283,9 @@ class _Tree:
             return span
         span.attributes["llm.tokens.lost"] = loss.lost_tokens
         span.attributes["llm.kv.usage"] = loss.usage / 1e6
+        if loss.blocks:
+            span.attributes["llm.kv.blocks_lost"] = loss.blocks
+        span.events = self._kv(segment)
         if loss.resumed and segment.start <= loss.resumed < segment.end:
             recompute = self.span("llm.prefill", loss.resumed, segment.end, llm__recompute=True)
             if self.sequence is not None:
@@ -253,7 +297,7 @@ class _Tree:
 
     def _decode(self, segment: Segment) -> Span:
         span = self.span("llm.decode", segment.start, segment.end)
-        span.events = _in_order(self._stalls(span, segment, beside=True), [])
+        span.events = _in_order(self._kv(segment), self._stalls(span, segment, beside=True))
         if self.engine is None or self.sequence is None:
             return span
         steps = self.engine.steps_between(segment.start, segment.end)

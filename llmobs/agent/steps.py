@@ -44,13 +44,37 @@ STEP_COLUMNS = np.dtype(
 @dataclass
 class Preemption:
     """From losing the blocks until what was lost is computed again (0: not yet). `resumed` is when
-    the recompute began, `usage` the share of the KV cache in use at the start, in millionths."""
+    the recompute began, `usage` the share of the KV cache in use at the start, in millionths;
+    `blocks` were lost, `left` were free just before. `starved`: others wanted the blocks."""
 
     start: int
     end: int = 0
     resumed: int = 0
     lost_tokens: int = 0
     usage: int = 0
+    blocks: int = 0
+    left: int = 0
+    starved: bool = True
+
+
+@dataclass(slots=True)
+class Taken:
+    """KV-cache blocks that a sequence took until `time`, all in all, and those left to all then.
+    `closing`: told at the end of what it was doing, not at its start."""
+
+    time: int
+    blocks: int
+    left: int
+    closing: bool
+
+
+@dataclass(slots=True)
+class Starved:
+    """There was no block for a sequence that was first in line; so many attempts failed."""
+
+    time: int
+    left: int
+    attempts: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +112,12 @@ class Sequence:
     skipped: list[int] = field(default_factory=list)
     odd: dict[int, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    starved: list[Starved] = field(default_factory=list)
+    blocks: int = 0
+    """The most KV-cache blocks that it was seen to hold."""
+    places: int = 0
+    """How long its block tables were at the last look."""
     longest_gap: int = 0
     """Of what was folded away, and after the end of everything; nanoseconds."""
     folded: int = 0
@@ -139,6 +169,8 @@ class EngineView:
         self.models: list[str] = []
         self.front_end = True
         """Whether some front end will speak of the sequences."""
+        self.block_bytes = 0.0
+        """Of a KV-cache block, in one worker; 0 where that is not known."""
         self.sequences: dict[int, Sequence] = {}
         self.cold_starts = ColdStarts()
         self.latency = LatencyModel()
@@ -187,6 +219,7 @@ class EngineView:
             Kind.TOKENS: self._tokens,
             Kind.SKIP: self._skip,
             Kind.MORE: self._more,
+            Kind.KV_STARVED: self._starved,
             Kind.STEP: self._step,
             Kind.LEAVE: self._leave,
             Kind.SNAPSHOT: self._snapshot,
@@ -285,6 +318,8 @@ class EngineView:
         sequence = self.sequences.get(z) or self._unknown(z, key, y)
         if len(sequence.chunks) < EVENTS_KEPT:
             sequence.chunks.append((time, tokens, before))
+        self._take(sequence, time, columns[4:7], x != Entry.CONTINUED)
+        self._stop_starving(sequence, columns[7])
         self.longest = max(self.longest, sequence.prompt)
         if x == Entry.RESUMED and sequence.preemptions:
             sequence.preemptions[-1].resumed = time
@@ -324,6 +359,28 @@ class EngineView:
         elif not sequence.preemptions:  # these two do not tell how long their length takes
             self.latency.add(sequence.first, sequence.computed, seconds)
 
+    def _take(self, sequence: Sequence, time: int, held: list[int], begins: bool | None) -> None:
+        """What it holds by now: at the beginning of a prefill (`begins`), at a later part of one,
+        or (None) at the end of it all."""
+        blocks, places, left = held
+        sequence.blocks = max(sequence.blocks, blocks)
+        new = blocks if begins else max(places - sequence.places, 0)
+        sequence.places = places
+        if begins is False and sequence.taken and not sequence.taken[-1].closing:
+            last = sequence.taken[-1]
+            last.time, last.blocks, last.left = time, last.blocks + new, left
+        elif new and len(sequence.taken) < EVENTS_KEPT:
+            sequence.taken.append(Taken(time, new, left, begins is None))
+
+    def _starved(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
+        sequence = self.sequences.get(z)
+        if sequence is not None and len(sequence.starved) < EVENTS_KEPT:
+            sequence.starved.append(Starved(time, columns[1]))
+
+    def _stop_starving(self, sequence: Sequence, attempts: int) -> None:
+        if attempts and sequence.starved:
+            sequence.starved[-1].attempts = attempts
+
     def _preempt(self, x: int, y: int, z: int, columns: Any, time: int) -> None:
         self.preempted.append(time)
         sequence = self.sequences.get(z)
@@ -339,8 +396,18 @@ class EngineView:
                 if sequence in others:
                     others.remove(sequence)
         self._stop_running(sequence)
-        loss = Preemption(time, lost_tokens=columns[0], usage=columns[3])
-        sequence.preemptions.append(loss)
+        self._take(sequence, time, columns[4:7], None)
+        sequence.places = 0
+        sequence.preemptions.append(
+            Preemption(
+                time,
+                lost_tokens=columns[0],
+                usage=columns[3],
+                blocks=columns[4],
+                left=columns[6],
+                starved=bool(x),
+            )
+        )
         sequence.to_recompute = owed + columns[0]
         sequence.state = PREEMPTED
 
@@ -550,6 +617,8 @@ class EngineView:
         sequence.left = time
         if sequence.cold and not sequence.first:
             self.cold_starts.gives_up(sequence.cell % schema.BUCKETS)
+        self._take(sequence, time, columns[2:5], None)
+        self._stop_starving(sequence, columns[5])
         if sequence.complete:
             steps = self._token_steps(sequence, 1 << 62)
             times = self._ends[steps % STEPS_KEPT]

@@ -90,6 +90,11 @@ def served(folder: Path) -> Run:
     front.cells[schema.model_cell("generated_tokens", 0) + 2] = 6
     engine.floats[schema.PROCESS_CELL["log_moment"] + 1] = 2.5
     engine.cells[schema.PROCESS_CELL["last_step_wall_ns"]] = 1_700_000_000_500_000_000
+    engine.cells[schema.PROCESS_CELL["kv_pool_blocks"]] = 23
+    engine.cells[schema.PROCESS_CELL["kv_cache_bytes"]] = 24 << 20
+    for place, number in enumerate((100, 90, 40)):
+        engine.cells[schema.PROCESS_CELL["kv_block_events"] + place] = number
+    engine.cells[schema.PROCESS_CELL["kv_allocation_failures"]] = 6
     engine.cells[schema.GUARD_CELL + 12] = 3  # schedule
     worker = new_ring(folder, WORKER, 256)
     worker.cells[schema.PROCESS_CELL["torch_memory"] + 1] = 800
@@ -386,3 +391,31 @@ def test_any_version_of_vllm_is_shown(tmp_path: Path, version: Any) -> None:
     run.poll()
     assert samples(run, "llmobs_build_info") == {str(version): 1}
     assert "llmobs_build_info" in generate_latest(registry(run)).decode()
+
+
+def kv(run: Run) -> dict[tuple[str, ...], float]:
+    return {
+        (s.name, *(v for k, v in sorted(s.labels.items()) if k not in ("model_name", "engine"))): (
+            s.value
+        )
+        for family in RunCollector(run).collect()
+        for s in family.samples
+        if s.name.startswith("llmobs_kv")
+    }
+
+
+def test_the_kv_cache(tmp_path: Path) -> None:
+    assert kv(served(tmp_path)) == {
+        ("llmobs_kv_blocks", "used"): 10,
+        ("llmobs_kv_blocks", "free"): 13,
+        ("llmobs_kv_block_events_total", "allocate"): 100,
+        ("llmobs_kv_block_events_total", "free"): 90,
+        ("llmobs_kv_block_events_total", "evict"): 40,
+        ("llmobs_kv_allocation_failures_total",): 6,
+        ("llmobs_kv_cache_bytes",): 24 << 20,
+    }
+
+
+def test_an_engine_without_a_pool_has_no_such_series(tmp_path: Path) -> None:
+    new_ring(tmp_path, ENGINE)
+    assert kv(Run(tmp_path)) == {}

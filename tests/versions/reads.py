@@ -9,7 +9,7 @@ from pathlib import Path
 
 OBSERVERS = tuple(
     Path(__file__).resolve().parents[2] / "llmobs" / name
-    for name in ("frontend.py", "engine.py", "worker.py")
+    for name in ("frontend.py", "engine.py", "kv_cache.py", "worker.py")
 )
 
 
@@ -69,7 +69,23 @@ READS = (
         "requests running kv_cache_manager max_num_running_reqs max_num_scheduled_tokens "
         "_pause_state deferred_waiting|skipped_waiting",
     ),
-    Read("vllm.v1.core.kv_cache_manager:KVCacheManager", "usage"),
+    Read(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        "usage block_pool coordinator kv_cache_config allocate_slots can_fit_full_sequence?",
+    ),
+    Read("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers"),
+    Read(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        "block_pool req_to_blocks get_num_skipped_tokens",
+    ),
+    Read("vllm.v1.core.block_pool:BlockPool", "free_block_queue num_gpu_blocks"),
+    Read("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", "num_free_blocks"),
+    Read("vllm.v1.core.kv_cache_utils:KVCacheBlock", "is_null"),
+    Read("vllm.v1.kv_cache_interface:KVCacheConfig", "kv_cache_tensors"),
+    Read(
+        "vllm.v1.kv_cache_interface:KVCacheTensor",
+        "size block_stride? host_resident?",
+    ),
     Read(
         "vllm.v1.core.sched.output:SchedulerOutput",
         "total_num_scheduled_tokens num_scheduled_tokens scheduled_new_reqs "
@@ -168,6 +184,8 @@ class _Function(ast.NodeVisitor):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None and _is_any(node.annotation):
             self.bind(node.target, node.value)
+            if isinstance(node.target, ast.Attribute) and self.is_foreign(node.value):
+                self.fields.add(node.target.attr)
         self.generic_visit(node)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
