@@ -428,6 +428,9 @@ def test_a_record_that_ends_while_all_are_alive_is_of_a_whole_that_was_killed(
     assert in_flight(case) == 1
     record["written"] = time.time()
     path.write_text(json.dumps(record))
+    assert cause_of(open_case(path.parent)).kind == "killed_together"  # here they do not run
+    record["host"] = "another"
+    path.write_text(json.dumps(record))
     assert cause_of(open_case(path.parent)).kind == "alive"
 
 

@@ -189,6 +189,7 @@ def processes(run: Run, server: str) -> list[dict[str, Any]]:
                 "role": source.roles[0],
                 "roles": source.roles,
                 "pid": pid,
+                "ticks": source.reader.ticks,
                 "engine": source.info.get("engine"),
                 "rank": source.info.get("rank"),
                 "alive": source.reader.alive(),

@@ -1,6 +1,7 @@
 """Finding what a server left behind, and reading it: its rings, and the agent's flight record."""
 
 import json
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from llmobs import schema
 from llmobs.agent.flight import SUFFIX, VERSION
 from llmobs.agent.scene import Ends, dead_scene
 from llmobs.ring import SUFFIX as RING
-from llmobs.ring import Reader, RingError
+from llmobs.ring import Reader, RingError, process_id
 from llmobs.slo import BUCKET_LIMITS
 
 ACCEPTED = (
@@ -145,10 +146,7 @@ def _read(remains: Remains, others: tuple[str, ...]) -> Case:
                 ) from error
     if record:
         read.append(f"the flight record {path}")
-        if scene is not None:
-            scene = _truer(scene, record["scene"])
-        else:
-            scene = _as_of_now(record["scene"], written)
+        scene = _truer(scene, record["scene"]) if scene is not None else _as_of_now(record)
     if scene is None:
         raise CaseError(f"nothing of the server {remains.server} can be read; {ACCEPTED}")
     if record:
@@ -177,18 +175,20 @@ def _ended(processes: list[dict[str, Any]], ends: Ends) -> list[dict[str, Any]]:
     return told
 
 
-def _as_of_now(scene: dict[str, Any], written: float) -> dict[str, Any]:
-    """Whom the record calls alive was so when it was written last; it is written every second."""
-    if abs(time.time() - written) < STALE_SECONDS:
-        return scene
-    return scene | {
-        "processes": [
-            p | {"alive": False, "last_sign": max(p["last_sign"] or 0.0, written)}
-            if p["alive"]
-            else p
-            for p in scene["processes"]
-        ]
-    }
+def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:
+    """The scene of a record. Whom it calls alive was so when it was written last."""
+    scene: dict[str, Any] = record["scene"]
+    written = float(record["written"])
+    fresh = abs(time.time() - written) < STALE_SECONDS
+    here = record["host"] == platform.node()
+    processes = []
+    for p in scene["processes"]:
+        # It is written every second. On another host nobody can tell more.
+        runs = fresh and not (here and process_id(p["pid"], p["ticks"]) is None)
+        if p["alive"] and not runs:
+            p = p | {"alive": False, "last_sign": max(p["last_sign"] or 0.0, written)}
+        processes.append(p)
+    return scene | {"processes": processes}
 
 
 def _truer(rings: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
