@@ -268,8 +268,6 @@ def _pool(source: Source) -> tuple[float, float] | None:
     """An engine's KV pool, as each of its workers has one: bytes, and free bytes; None while it is
     not known."""
     cells, at = source.cells, schema.PROCESS_CELL
-    if "kv_cache_bytes" not in at:
-        return None
     total, blocks = cells[at["kv_cache_bytes"]], cells[at["kv_pool_blocks"]]
     if not total or not blocks:
         return None

@@ -26,6 +26,15 @@ def on_gpu(index: int | None, **more: Any) -> dict[str, Any]:
     return {"type": "cuda", "index": index, "uuid": None, "visible": None, "order": None, **more}
 
 
+def kv(engine: Writer, size: int, blocks: int, used: int) -> None:
+    """An engine's pool: bytes in each worker, blocks in it but for vLLM's null block."""
+    cells, at = engine.cells, schema.PROCESS_CELL
+    cells[at["kv_cache_bytes"]] = size
+    cells[at["kv_pool_blocks"]] = blocks
+    cells[at["kv_block_events"]] = 1000 + used
+    cells[at["kv_block_events"] + 1] = 1000
+
+
 class _Wanted(RunCollector):
     """Without the other families, which are not asked for and take long to write."""
 
@@ -39,28 +48,20 @@ class Server:
     def __init__(self, run: Run, folder: Path, workers: tuple[dict[str, Any] | None, ...]) -> None:
         self.run = run
         self.said: list[str] = []
+        self.folder = folder
         about = {"models": ["m"], "vllm": "0.32.0", "server": "1-2", "engine": 0}
-        self.engine = self._ring(folder, "engine_core", about | {"roles": ["engine_core"]})
+        self.engine = self.ring("engine_core", about | {"roles": ["engine_core"]})
         self.workers = [
-            self._ring(
-                folder,
+            self.ring(
                 f"worker{rank}",
                 about | {"roles": ["worker"], "rank": rank} | ({"gpu": gpu} if gpu else {}),
             )
             for rank, gpu in enumerate(workers)
         ]
 
-    def _ring(self, folder: Path, name: str, info: dict[str, Any]) -> Writer:
+    def ring(self, name: str, info: dict[str, Any]) -> Writer:
         pid = os.getpid()
-        return Writer(folder / f"{name}-{pid}-{start_ticks(pid)}.ring", 16, info)
-
-    def kv(self, size: int, blocks: int, used: int) -> None:
-        """The engine's pool: bytes in each worker, blocks in it but for vLLM's null block."""
-        cells, at = self.engine.cells, schema.PROCESS_CELL
-        cells[at["kv_cache_bytes"]] = size
-        cells[at["kv_pool_blocks"]] = blocks
-        cells[at["kv_block_events"]] = 1000 + used
-        cells[at["kv_block_events"] + 1] = 1000
+        return Writer(self.folder / f"{name}-{pid}-{start_ticks(pid)}.ring", 16, info)
 
     def page(self) -> dict[str, float]:
         """The lines of the agent's page about GPUs, without `model_name`."""

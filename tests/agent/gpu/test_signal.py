@@ -11,7 +11,7 @@ import pytest
 from llmobs.agent.gpu import library, signal
 from llmobs.agent.gpu.signal import Gpus
 from tests.agent.gpu.machine import GIB, UUIDS, Machine, build
-from tests.agent.gpu.server import NVML_FEATURES, Server, on_gpu
+from tests.agent.gpu.server import NVML_FEATURES, Server, kv, on_gpu
 
 Make = Callable[..., Server]
 CPU = {"type": "cpu"}
@@ -69,6 +69,43 @@ def test_the_ranks_of_an_engine_each_have_their_gpu(machine: Machine, server: Ma
     assert not [series for series in page if 'gpu="1"' in series]
     info = {s.split(",rank=")[1] for s in page if "_info" in s and 'gpu="2"' in s}
     assert info == {f'"0",uuid="{UUIDS[2]}"}}'}
+
+
+# Effective pressure
+
+EFFECTIVE_OF = 'llmobs_gpu_memory_pressure_ratio{{gpu="{}",kind="effective"}}'
+
+
+def test_free_kv_blocks_are_no_pressure(machine: Machine, server: Make) -> None:
+    one = server(on_gpu(0), on_gpu(1))
+    one.until_figures()
+    assert one.lacking() == {EFFECTIVE: "no_kv_pool"}
+    # Each rank has a pool of 50 GiB: 100 blocks, one of them vLLM's null block.
+    kv(one.engine, 50 * GIB, 99, 19)
+    page = one.page()
+    # 72 GiB are used, 80 blocks of half a GiB are free: (72 - 40) / 80.
+    assert page[EFFECTIVE_OF.format(0)] == page[EFFECTIVE_OF.format(1)] == 0.4
+    assert one.lacking() == {}
+    kv(one.engine, 50 * GIB, 99, 99)
+    assert one.page()[EFFECTIVE_OF.format(0)] == 0.9
+    # The engine sleeps: its pool is not there, though all its blocks are free.
+    machine.change({"0.free": 59 * GIB})
+    kv(one.engine, 50 * GIB, 99, 0)
+    one.until(lambda: one.page()[EFFECTIVE_OF.format(0)] == 0.25)
+
+
+def test_two_engines_on_one_gpu(machine: Machine, server: Make) -> None:
+    one = server(on_gpu(0), on_gpu(0))
+    about = {"models": ["m"], "server": "1-2", "engine": 1}
+    one.workers[1].write_info(about | {"roles": ["worker"], "gpu": on_gpu(0)})
+    other = one.ring("engine_core1", about | {"roles": ["engine_core"]})
+    one.until_figures()
+    kv(one.engine, 20 * GIB, 99, 49)
+    assert one.lacking() == {EFFECTIVE: "no_kv_pool"}, "half of it would be no truth"
+    kv(other, 40 * GIB, 99, 79)
+    # Half of one pool and a fifth of the other are free: (72 - 10 - 8) / 80.
+    one.until(lambda: one.page().get(EFFECTIVE_OF.format(0)) == 0.675)
+    assert one.lacking() == {}
 
 
 def test_two_servers_of_one_agent_each_have_their_gpus(machine: Machine, server: Make) -> None:
