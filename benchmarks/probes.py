@@ -17,8 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmobs import engine, frontend, process, worker
-from llmobs.guard import wrap
+from llmobs import engine, frontend, kv_cache, process, worker
+from llmobs.guard import wrap, wrap_rare
 from llmobs.ring import Reader, Writer
 
 ROUNDS, STEPS = 41, 500
@@ -26,6 +26,20 @@ PROMPTS = (100, 300, 2_000, 10_000, 500, 40_000)
 """Of all four context buckets."""
 
 Step = Callable[[], Any]
+
+
+class Pool:
+    """Its blocks never run out, and each had a cached prefix in it."""
+
+    def __init__(self) -> None:
+        self.num_gpu_blocks = 1 << 40
+        self.free_block_queue = SimpleNamespace(num_free_blocks=self.num_gpu_blocks - 1)
+
+    def evict(self, block: Any) -> bool:
+        return True
+
+    def free_blocks(self, blocks: list[Any]) -> None:
+        self.free_block_queue.num_free_blocks += len(blocks)
 
 
 class Scheduler:
@@ -37,7 +51,12 @@ class Scheduler:
         ids = [f"chatcmpl-{n:032x}-{n:08x}" for n in range(running)]
         self.ids = ids
         self.requests = {
-            name: SimpleNamespace(num_computed_tokens=101, num_tokens=100, _output_token_ids=[])
+            name: SimpleNamespace(
+                request_id=name,
+                num_computed_tokens=101,
+                num_tokens=100,
+                _output_token_ids=[],
+            )
             for name in ids
         }
         self.max_num_running_reqs = self.max_num_scheduled_tokens = 1 << 30
@@ -64,7 +83,15 @@ class Scheduler:
             if kept
         ]
 
+        self.pool = Pool()
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=self.pool,
+            coordinator=SimpleNamespace(single_type_managers=()),
+            kv_cache_config=SimpleNamespace(kv_cache_tensors=()),
+        )
+
     def schedule(self) -> Any:
+        self.pool.free_block_queue.num_free_blocks -= 1  # somebody needs a block at each step
         return self.output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -97,6 +124,7 @@ def engine_step(
                 lora_request=None,
             )
         )
+    follower.pool = kv_cache.Pool(ring, scheduler)
     engine.ENGINE = follower
     schedule = wrap("schedule", Scheduler.schedule, engine.scheduled, engine.schedule_starts)
     update = wrap(
@@ -123,6 +151,42 @@ def engine_step(
         if next(steps) % 1000 == 0:  # requests are not as long as this runs
             scheduler.start_over()
             follower.recount()
+
+    return bare, probed
+
+
+def evict_step(blocks: int, ring: Writer) -> tuple[Step, Step]:
+    """So many blocks lose their cached prefix."""
+    scheduler = Scheduler(1, False)
+    pool = scheduler.pool
+    kv_cache.POOL = kv_cache.Pool(ring, scheduler)
+    evict = wrap_rare("kv_evict", Pool.evict, kv_cache.evicted)
+
+    def bare() -> None:
+        for block in range(blocks):
+            pool.evict(block)
+
+    def probed() -> None:
+        for block in range(blocks):
+            evict(pool, block)
+
+    return bare, probed
+
+
+def free_step(times: int, ring: Writer) -> tuple[Step, Step]:
+    """So many requests end."""
+    scheduler = Scheduler(1, False)
+    pool = scheduler.pool
+    kv_cache.POOL = kv_cache.Pool(ring, scheduler)
+    free = wrap("kv_free", Pool.free_blocks, kv_cache.returned, kv_cache.returning)
+
+    def bare() -> None:
+        for _ in range(times):
+            pool.free_blocks([1])
+
+    def probed() -> None:
+        for _ in range(times):
+            free(pool, [1])
 
     return bare, probed
 
@@ -229,6 +293,9 @@ def main() -> int:
             core, _ = cost(engine_step, running, True, prompts, True)
             more = (core - steady) / running * 1e3
             print(f"| {running} | {buckets} | {core:.2f} | {more:.0f} |")
+    print("\n| KV cache | ns |\n| --- | --- |")
+    print(f"| a block is evicted | {cost(evict_step, 16)[0] / 16 * 1e3:.0f} |")
+    print(f"| a request's blocks return | {cost(free_step, 16)[0] / 16 * 1e3:.0f} |")
     return 0
 
 

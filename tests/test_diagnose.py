@@ -31,6 +31,7 @@ def request(number: int, bucket: str = "0-1k") -> dict[str, Any]:
         "first_token_phases": before,
         "predicted_prefill": 0.01 if number % 2 else None,
         "cold_start": number < 3,
+        "kv_bytes": (number + 1) * 2**20 if number != 5 else None,
     }
 
 
@@ -50,6 +51,9 @@ def test_the_slowest_one_in_a_hundred_and_where_their_time_went() -> None:
     assert found.missed == ("first token",)
     assert found.cold_starts == 3
     assert found.slow_for_length == pytest.approx(2.0)
+    sizes = [(n + 1) * 2**20 for n in range(1000) if n != 5]
+    assert found.kv_mean == pytest.approx(sum(sizes) / 999)
+    assert found.kv_p99 == pytest.approx(np.quantile(sizes, 0.99))
 
 
 def test_advice_names_the_reason_and_is_not_given_where_all_is_well() -> None:
@@ -116,6 +120,7 @@ def test_json_and_text_and_their_exit_codes(number: int, monkeypatch: pytest.Mon
     assert bucket["dominant"] == ("queue" if number else "prefill")
     assert cli.main(["diagnose", "--endpoint", "http://x"], text) == expected
     assert "200 requests of m" in text.getvalue()
+    assert f"{'100' if number else '1.00'} MiB" in text.getvalue()
 
 
 @pytest.mark.parametrize("command", [[], ["diagnose"], ["agent"]])

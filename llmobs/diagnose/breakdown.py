@@ -48,6 +48,9 @@ class Breakdown:
     cold_starts: int
     slow_for_length: float | None
     """The median of prefill time over what the fit said of its length."""
+    kv_mean: float | None
+    kv_p99: float | None
+    """Bytes of the KV cache that a request held, in one worker."""
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -73,6 +76,7 @@ def breakdowns(requests: list[dict[str, Any]]) -> list[Breakdown]:
 
 def _breakdown(bucket: ContextBucket, requests: list[dict[str, Any]]) -> Breakdown:
     first = [r["first_token"] for r in requests]
+    kv = [r["kv_bytes"] for r in requests if r["kv_bytes"] is not None]
     answered = [r for r in requests if r["first_token_phases"]]
     return Breakdown(
         bucket=bucket.name,
@@ -93,6 +97,8 @@ def _breakdown(bucket: ContextBucket, requests: list[dict[str, Any]]) -> Breakdo
             ],
             0.5,
         ),
+        kv_mean=float(np.mean(kv)) if kv else None,
+        kv_p99=_quantile(kv, 0.99),
     )
 
 

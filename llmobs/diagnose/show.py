@@ -28,6 +28,14 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
+def mebibytes(count: float | None) -> str:
+    """As few digits as tell something."""
+    if count is None:
+        return "–"
+    value = count / (1 << 20)
+    return f"{value:,.0f} MiB" if value >= 10 else f"{value:.2f} MiB"
+
+
 @dataclass(frozen=True)
 class Scope:
     """What the figures are of: a page, its models, and a stretch of time (Unix, seconds)."""
@@ -99,7 +107,8 @@ def _table(title: str) -> Table:
 
 def _targets(breakdowns: list[Breakdown]) -> Table:
     table = _table("First token and longest gap, by context length")
-    for name in ("requests", "first P50", "first P99", "target", "gap P99", "target"):
+    columns = ("requests", "first P50", "first P99", "target", "gap P99", "target")
+    for name in (*columns, "KV mean", "KV P99"):
         table.add_column(name, justify="right")
     for b in breakdowns:
         table.add_row(
@@ -110,6 +119,8 @@ def _targets(breakdowns: list[Breakdown]) -> Table:
             milliseconds(b.first_token_target),
             _judged(b.gap_p99, b.gap_target),
             milliseconds(b.gap_target),
+            mebibytes(b.kv_mean),
+            mebibytes(b.kv_p99),
         )
     return table
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from llmobs.agent.request import Admission, Request
-from llmobs.agent.spans import span_tree
-from llmobs.agent.steps import Preemption, Sequence
+from llmobs.agent.spans import Span, span_tree
+from llmobs.agent.steps import EngineView, Preemption, Sequence
+from llmobs.agent.store import Store
 from llmobs.agent.traces import Kept, Traces
 from llmobs.schema import Outcome
 
@@ -186,3 +187,56 @@ def test_a_request_refused_with_503_is_an_error_and_one_with_400_is_not() -> Non
     bad_input = request(0.1)
     bad_input.status = 400
     assert span_tree(bad_input, "m", ()).error == ""
+
+
+def events(span: Span) -> list[tuple[str, int, dict[str, object]]]:
+    """Name, milliseconds since the request's arrival, attributes."""
+    arrival = 1_800_000_000 * 1000 * MS
+    return [(name, (time - arrival) // MS, about) for name, time, about in span.events]
+
+
+def test_the_kv_cache_in_the_spans() -> None:
+    """By the engine's records: two parts of a prefill, a preemption while decoding, a recompute."""
+    store = Store()
+    view = EngineView("0", store, lambda *_: None)
+    view.models = ["m"]
+
+    def put(kind: int, ms: int, x: int, *columns: int) -> None:
+        view.feed((0, kind, x, 0, 1, [*columns, *[0] * (9 - len(columns))], ms * MS, 0))
+
+    put(16, 15, 0, 77, 30)
+    put(26, 20, 0, 77, 1)  # first in line, and one block is left
+    put(17, 40, 1, 20, 0, 1, 77, 2, 3, 9, 4)  # holds 2, one slid out before it began
+    put(17, 60, 0, 10, 20, 2, 77, 3, 5, 7, 0)  # two more, one slid out
+    put(18, 120, 1, 40, 8, 77, 990_000, 4, 6, 1)  # one more while decoding; then all are lost
+    put(26, 130, 0, 77, 0)
+    put(17, 140, 2, 38, 0, 3, 77, 4, 4, 3, 6)
+    sequence = view.sequences[1]
+    put(22, 301, 0, 60, 77, 5, 5, 2, 0)
+    sequence.started, sequence.first, sequence.last = 40 * MS, 90 * MS, 300 * MS
+    sequence.preemptions[0].end = 150 * MS
+    whole = decoding([])
+    (admission,) = whole.admissions.values()
+    admission.sequence = sequence
+    tree = span_tree(whole, "m", ("preempted",))
+    spans = {child.name: child for child in tree.children if child.name != "llm.decode"}
+    decodes = [child for child in tree.children if child.name == "llm.decode"]
+    allocated = [e for e in events(spans["llm.prefill"]) if e[0] == "kv.allocate"]
+    assert allocated == [("kv.allocate", 60, {"llm.kv.blocks": 4, "llm.kv.blocks_left": 7})]
+    assert events(spans["llm.queue"]) == [
+        ("kv.starved", 20, {"llm.kv.attempts": 4, "llm.kv.blocks_left": 1})
+    ]
+    assert events(decodes[0]) == [
+        ("kv.allocate", 120, {"llm.kv.blocks": 1, "llm.kv.blocks_left": 1}),
+        ("kv.starved", 120, {"llm.kv.blocks_left": 1, "llm.kv.blocks_lost": 4}),
+    ]
+    assert spans["llm.preempted"].attributes["llm.kv.blocks_lost"] == 4
+    assert events(spans["llm.preempted"]) == [
+        ("kv.starved", 130, {"llm.kv.attempts": 6, "llm.kv.blocks_left": 0}),
+        ("kv.allocate", 140, {"llm.kv.blocks": 4, "llm.kv.blocks_left": 3}),
+    ]
+    # Told a little after the last token, at the end of what it was doing.
+    assert events(decodes[1]) == [
+        ("kv.allocate", 300, {"llm.kv.blocks": 1, "llm.kv.blocks_left": 2})
+    ]
+    assert sequence.blocks == 5
