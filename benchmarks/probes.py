@@ -46,7 +46,7 @@ class Scheduler:
     """One step: everything that runs yields a token, or with `drafts` one to four. Where they are
     `kept`, each is added to its request's list, as vLLM does."""
 
-    def __init__(self, running: int, drafts: bool, kept: bool) -> None:
+    def __init__(self, running: int, drafts: bool = False, kept: bool = False) -> None:
         counts = list(islice(cycle((1, 4, 2, 3) if drafts else (1,)), running))
         ids = [f"chatcmpl-{n:032x}-{n:08x}" for n in range(running)]
         self.ids = ids
@@ -157,7 +157,7 @@ def engine_step(
 
 def evict_step(blocks: int, ring: Writer) -> tuple[Step, Step]:
     """So many blocks lose their cached prefix."""
-    scheduler = Scheduler(1, False)
+    scheduler = Scheduler(1)
     pool = scheduler.pool
     kv_cache.POOL = kv_cache.Pool(ring, scheduler)
     evict = wrap_rare("kv_evict", Pool.evict, kv_cache.evicted)
@@ -175,7 +175,7 @@ def evict_step(blocks: int, ring: Writer) -> tuple[Step, Step]:
 
 def free_step(times: int, ring: Writer) -> tuple[Step, Step]:
     """So many requests end."""
-    scheduler = Scheduler(1, False)
+    scheduler = Scheduler(1)
     pool = scheduler.pool
     kv_cache.POOL = kv_cache.Pool(ring, scheduler)
     free = wrap("kv_free", Pool.free_blocks, kv_cache.returned, kv_cache.returning)
@@ -203,7 +203,7 @@ class Worker:
 
 def worker_step(running: int, ring: Writer) -> tuple[Step, Step]:
     subject = Worker()
-    output = Scheduler(running, False, False).output
+    output = Scheduler(running).output
     forward = wrap(
         *("forward", Worker.execute_model, worker.forwarded, worker.forward_starts),
         parameters=("scheduler_output",),
