@@ -93,6 +93,16 @@ def test_the_objectives_do_not_apply_to_them(calls: list[Call], change: Figures)
         assert verdicts == {"good": 0, "bad": 0, "excluded": len(calls)}
 
 
+def test_a_server_on_the_cpu_has_no_gpu_and_says_so(served: Served, change: Figures) -> None:
+    figures = served.page.figures()
+    for feature in ("gpu_memory", "gpu_memory_effective", "gpu_power", "torch_memory"):
+        told = figures.by("reason", "llmobs_feature_available", feature=feature)
+        assert told == {"no_gpu": 0}
+    for metric in ("llmobs_gpu_memory_bytes", "llmobs_torch_memory_bytes"):
+        with pytest.raises(KeyError, match="no series"):
+            figures.total(metric)
+
+
 def test_nothing_of_llmobs_own_failed(served: Served, change: Figures) -> None:
     figures = served.page.figures()
     assert figures.total("llmobs_guard_errors_total") == 0
