@@ -684,11 +684,12 @@ def starts(scheduler: Any, vllm_config: Any) -> None:
 
 def started(token: Any, result: Any, scheduler: Any, vllm_config: Any) -> None:
     """After Scheduler.__init__."""
-    ring = process.current().ring
-    if ring is not None:
-        kv_cache.found(ring, scheduler)
-        if ENGINE is not None:
-            ENGINE.pool = kv_cache.POOL
+    state = process.current()
+    if ENGINE is not None:
+        kv_cache.found(ENGINE.ring, scheduler)
+        ENGINE.pool = kv_cache.POOL
+    elif state.ring is not None:
+        state.lacks("no_kv_pool", "kv_cache")  # nobody would see what fails
 
 
 def _rust(parallel_config: Any) -> bool:

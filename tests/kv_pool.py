@@ -29,7 +29,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -285,7 +290,11 @@ def other_pool() -> None:
     before = Run.cells(None)  # type: ignore[arg-type]
     pool = BlockPool(num_gpu_blocks=9, enable_caching=True, hash_block_size=BLOCK)
     blocks = pool.get_new_blocks(5)
+    name = make_block_hash_with_group_id(BlockHash(b"x"), 0)
+    pool._insert_block_hash(name, blocks[0], num_tokens=BLOCK)
     pool.free_blocks(blocks)
+    pool.get_new_blocks(8)
+    assert len(pool.cached_block_hash_to_block) == 0, "it was evicted"
     assert Run.cells(None) == before  # type: ignore[arg-type]
 
 

@@ -142,9 +142,10 @@ def test_without_a_pool_that_is_said(started: Any, other: Any) -> None:
     assert started.cells[schema.PROCESS_CELL["kv_pool_blocks"]] == 0
 
 
-@pytest.mark.parametrize("probe", ["kv_free", "kv_evict", "kv_attempt", "preempt"])
+@pytest.mark.parametrize("probe", ["kv_free", "kv_evict", "kv_attempt", "preempt", "schedule"])
 def test_without_a_probe_that_is_needed_nothing_is_told(started: Any, probe: str) -> None:
     process.current().miss(probe, "gone", at_once=False)
+    engine.starts(None, config())
     engine.started(None, None, scheduler(), None)
     assert process.current().lacking == {"kv_cache": "no_kv_pool"}
 

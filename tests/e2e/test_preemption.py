@@ -1,5 +1,7 @@
 """A KV cache that is far too small: whose stream freezes, and where that time is booked."""
 
+import threading
+
 import aiohttp
 import pytest
 
@@ -123,3 +125,67 @@ def test_gauges_return_to_zero_and_nothing_failed(served: Served, change: Figure
     assert figures.total("llmobs_waiting_tokens") == 0
     assert figures.total("llmobs_guard_errors_total") == 0
     assert figures.total("llmobs_incomplete_requests_total") == 0
+
+
+# The KV cache's blocks
+
+BLOCKS = 23  # 24, less vLLM's null block
+
+
+def test_blocks_balance_and_none_is_in_use_at_the_end(served: Served, change: Figures) -> None:
+    events = change.by("event", "llmobs_kv_block_events_total")
+    # Nothing is shared, so a block of 128 tokens is taken for each that any of them filled.
+    least = sum(-(-(SHORTEST + i + TOKENS - 1) // 128) for i in range(REQUESTS))
+    assert events["allocate"] == events["free"] >= least
+    assert events["evict"] == 0
+    figures = served.page.figures()
+    assert figures.by("state", "llmobs_kv_blocks") == {"used": 0, "free": BLOCKS}
+    own = scrape(f"{served.url}/metrics")
+    assert own.total("vllm:kv_cache_usage_perc") == 0
+
+
+def test_every_reading_balances_while_it_storms(
+    served: Served, calls: list[Call], told: dict[int, dict]
+) -> None:
+    """Used blocks are what was handed out and has not come back, whenever one looks."""
+    readings: list[Figures] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.wait(0.1):
+            readings.append(served.page.figures())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before = served.page.figures()
+    play(lambda session: send_all(session, calls[:8]))
+    served.page.settled(before, 8)
+    over.set()
+    reader.join()
+    most = 0.0
+    for figures in readings:
+        events = figures.by("event", "llmobs_kv_block_events_total")
+        blocks = figures.by("state", "llmobs_kv_blocks")
+        assert blocks["used"] == events["allocate"] - events["free"]
+        assert blocks["used"] + blocks["free"] == BLOCKS
+        assert 0 <= blocks["used"] <= BLOCKS
+        most = max(most, blocks["used"])
+    assert most > BLOCKS / 2, "it was never looked at under load"
+
+
+def test_starved_attempts(served: Served, change: Figures) -> None:
+    """Each preemption is for one; those that wait fail once a step."""
+    failures = change.total("llmobs_kv_allocation_failures_total")
+    preemptions = change.total("llmobs_preemptions_total")
+    assert failures > preemptions
+    steps = change.total("batch_size_distribution_count")
+    assert failures <= preemptions + steps
+
+
+def test_what_a_request_held(served: Served, told: dict[int, dict]) -> None:
+    # Two layers, keys and values, 128 tokens, two heads of 32 floats of 4 bytes.
+    block = 2 * 2 * 128 * 2 * 32 * 4
+    assert served.page.figures().total("llmobs_kv_cache_bytes") == (BLOCKS + 1) * block
+    for prompt, request in told.items():
+        held = -(-(prompt + TOKENS - 1) // 128)
+        assert request["kv_bytes"] in (held * block, (held + 1) * block), request
