@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test mutations shapes versions lint docs bench chaos postmortems clean debian
+.PHONY: demo test stack mutations shapes versions lint docs bench chaos postmortems clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -19,11 +19,12 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	touch $@
 
 # The servers that the alerts are tested on; a compiler for the wall clock that a test sets.
-SERVERS := prometheus prometheus-alertmanager prometheus-blackbox-exporter
+DEBIAN := prometheus prometheus-alertmanager prometheus-blackbox-exporter docker-compose gcc libc6-dev
 debian:
-	command -v promtool amtool prometheus-blackbox-exporter >/dev/null \
-		|| (apt-get update -qq && apt-get install -qq -y $(SERVERS))
-	command -v gcc >/dev/null || (apt-get update -qq && apt-get install -qq -y gcc libc6-dev)
+	for tool in promtool amtool prometheus-blackbox-exporter docker-compose gcc; do \
+		command -v $$tool >/dev/null && continue; \
+		apt-get update -qq && apt-get install -qq -y $(DEBIAN); break; \
+	done
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -56,6 +57,10 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/llmobs generate
+
+# The alerts on this machine's Prometheus and Alertmanager, until Ctrl-C.
+stack: $(READY) debian
+	$(BIN)/llmobs stack
 
 # Each threshold and each guard of the alert rules changed in turn: some test must see it.
 mutations: $(READY) debian

@@ -98,6 +98,32 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if anything is not up to date"
     )
+
+    stack = commands.add_parser(
+        "stack",
+        help="Prometheus and Alertmanager on this machine, without docker",
+        description="Starts the installed prometheus, alertmanager and blackbox exporter on what "
+        "`llmobs generate` writes, until it is interrupted. Who is told comes from the "
+        "environment: LLMOBS_PAGE_WEBHOOK, _SLACK, _PAGERDUTY or _EMAIL, and LLMOBS_TICKET_… "
+        "likewise (docs/alerts.md).",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  LLMOBS_PAGE_WEBHOOK=https://example.com/hook llmobs stack\n"
+        "  llmobs stack --dir /var/lib/llmobs --slo slo.yaml\n"
+        "  llmobs stack --configure /etc/alertmanager       only Alertmanager's receivers\n",
+    )
+    stack.add_argument("--slo", metavar="FILE", help="the SLO file (default: LLMOBS_SLO_FILE)")
+    stack.add_argument(
+        "--dir", metavar="DIR", default="llmobs-stack", help="its files (default: llmobs-stack)"
+    )
+    stack.add_argument("--configure", metavar="DIR", help="only write alertmanager.local.yml there")
+    stack.add_argument(
+        "--host", metavar="NAME", default="localhost", help="this machine's name in links"
+    )
+    for name, port in (("prometheus", 9090), ("alertmanager", 9093), ("blackbox", 9115)):
+        stack.add_argument(
+            f"--{name}-port", metavar="PORT", type=int, default=port, help=f"default: {port}"
+        )
     return top
 
 
@@ -118,14 +144,16 @@ def main(
     if PROBLEM:
         print(f"llmobs {options.command}: {PROBLEM}", file=err)
         return 2
-    if options.command == "generate":
+    if options.command in ("generate", "stack"):
         try:
-            from llmobs.generate.command import run as generate
+            from llmobs import stack
+            from llmobs.generate import command
         except ModuleNotFoundError as error:
             needed = f"{error.name} is not installed; pip install 'llmobs[generate]'"
-            print(f"llmobs generate: {needed}", file=err)
+            print(f"llmobs {options.command}: {needed}", file=err)
             return 2
-        return generate(options, out, err)
+        run_it = command.run if options.command == "generate" else stack.run
+        return run_it(options, out, err)
     if options.command == "postmortem":
         return _postmortem(options, out, err)
     return _diagnose(options, out, err)

@@ -1,6 +1,7 @@
 """What each alert goes by: the fields of the SLO file's `alerts`, one class per shape.
 
-`severity` and `for_` (how long it must hold) are in all; `every` is how often it is evaluated.
+`severity` and `for_` (how long it must hold) are in all; `every` is how often it is evaluated,
+where that is not every 30 s.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ Severity = Literal["page", "ticket"]
 class Alarm:
     severity: Severity
     for_: Hold
-    every: Seconds = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class FirstTokenP99(Within):
     """P99 above the bucket's target, of at least so many requests in the window."""
 
     at_least: Count
+    every: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class Surge(Within):
     at_least_share: Share
     at_least: Count
     sigmas: Number
+    every: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class BatchSize(Within):
     above: Number
     steps: Count
     mean: Number
+    every: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,7 @@ class Stalled(Alarm):
 
     no_step: Seconds
     arrived: Seconds
+    every: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,13 +34,21 @@ def tests(alert: str) -> list[Test]:
             test_burn.test_the_row_of_an_hour,
             test_burn.test_one_bad_request_pages_nobody,
             test_burn.test_the_long_rows,
+            lambda folder: test_burn.test_both_windows_must_burn(folder, alert),
+            lambda folder: test_burn.test_few_are_too_few_in_every_row(folder, alert),
         ],
         "LLMAvailabilityBurn": [
             test_burn.test_availability,
             test_burn.test_few_errors_page_nobody,
             test_burn.test_the_long_rows_of_availability,
+            lambda folder: test_burn.test_both_windows_must_burn(folder, alert),
+            lambda folder: test_burn.test_few_are_too_few_in_every_row(folder, alert),
         ],
-        "LLMHealthBurn": [test_burn.test_health, test_burn.test_the_long_rows_of_health],
+        "LLMHealthBurn": [
+            test_burn.test_health,
+            test_burn.test_the_long_rows_of_health,
+            test_burn.test_both_windows_of_health_must_burn,
+        ],
         "LLMEngineStalled": [
             test_stalled.test_requests_run_and_nothing_moves,
             test_stalled.test_requests_that_the_engine_never_saw,
@@ -55,10 +63,9 @@ def tests(alert: str) -> list[Test]:
 
 @dataclass(frozen=True)
 class Mutation:
-    """The n-th rule of a group, with another expression or `for`."""
+    """The alert with these labels, with another expression or `for`."""
 
-    group: str
-    rule: int
+    labels: dict[str, str]
     name: str
     what: str
     key: str
@@ -66,9 +73,9 @@ class Mutation:
 
     def __call__(self, rules: str) -> str:
         found: dict[str, Any] = yaml.safe_load(rules)
-        for group in found["groups"]:
-            if group["name"] == self.group:
-                group["rules"][self.rule][self.key] = self.value
+        for rule in (rule for group in found["groups"] for rule in group["rules"]):
+            if "alert" in rule and rule["labels"] == self.labels:
+                rule[self.key] = self.value
         return dump(found)
 
 
@@ -102,18 +109,18 @@ def expressions(expr: str) -> Iterator[tuple[str, str]]:
 
 def mutations(alert: str) -> Iterator[Mutation]:
     for group in content(SLO)["groups"]:
-        for n, rule in enumerate(group["rules"]):
+        for rule in group["rules"]:
             if rule.get("alert") != alert:
                 continue
             tag = rule["labels"].get("long", "") or rule["labels"].get("target", "")
             name = f"{alert} {tag}".strip()
             for what, expr in expressions(rule["expr"]):
-                yield Mutation(group["name"], n, name, what, "expr", expr)
+                yield Mutation(rule["labels"], name, what, "expr", expr)
             for longer in (True, False):
                 old = rule["for"]
                 new = other(old, longer)
                 if new != old:
-                    yield Mutation(group["name"], n, name, f"for {old} → {new}", "for", new)
+                    yield Mutation(rule["labels"], name, f"for {old} → {new}", "for", new)
 
 
 def other(text: str, longer: bool) -> str:

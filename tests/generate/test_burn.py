@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.generate.cases import labels
 from tests.generate.promtool import Scenario, Series, counter, gauge, rules, run
 
@@ -178,6 +180,90 @@ def test_few_errors_page_nobody(tmp_path: Path) -> None:
     passes(tmp_path, AVAILABLE, [few])
 
 
+def outcomes(who: str, *segments: tuple[float, float, int]) -> list[Series]:
+    """(good, bad, samples) as requests that were served or failed."""
+    name, of = "llmobs_requests_total", {"context_bucket": "1k-4k"}
+    length = sum(n for *_, n in segments)
+    return [
+        counter(name + labels(who, outcome="stop", **of), *((g, n) for g, _, n in segments)),
+        counter(name + labels(who, outcome="error", **of), *((b, n) for _, b, n in segments)),
+        counter("llmobs_rejections_total" + labels(who, code="503"), (0, length)),
+        counter("llmobs_rejections_total" + labels(who, code="400"), (0, length)),
+    ]
+
+
+KINDS = {FIRST: (verdicts, 1.0), AVAILABLE: (outcomes, 0.05)}
+"""How the series are made, and what of a hundred requests may be bad."""
+
+
+@pytest.mark.parametrize("alert", KINDS)
+def test_both_windows_must_burn(tmp_path: Path, alert: str) -> None:
+    """After a day far beyond the limit, 0.8 times and 1.2 times of it: the one is over."""
+    made, budget = KINDS[alert]
+    series, day = [], 144
+    for long, rate, after in (("6h", 6.0, 9), ("1d", 3.0, 24), ("3d", 1.0, 48)):
+        for which, times in (("under", 0.8), ("over", 1.2)):
+            bad, much = 100 * rate * budget * times, 100 * rate * budget * 5
+            before = (10_000, 0, day), (10_000 - much, much, day + 48 - after)
+            series += made(f"{which}-{long}", *before, (10_000 - bad, bad, after))
+    scenario = Scenario("after a burn", series, "10m")
+    for long in ("6h", "1d", "3d"):
+        where = f',long="{long}",model_name=~".*{long}"'
+        at = f"{(2 * day + 47) * 10}m"
+        scenario.check(alert, at, f"over-{long}", by="model_name", where=where)
+    minutes = []
+    for which, times in (("under", 0.8), ("over", 1.2)):
+        bad, much = 1440 * budget * times, 1440 * budget * 4
+        before = (10_000, 0, 30), (10_000 - much, much, 30)
+        minutes += made(which, *before, (10_000 - bad, bad, 12))
+    hour = Scenario("after a burn", minutes)
+    hour.check(alert, "70m", "over", by="model_name", where=',long="1h"')
+    passes(tmp_path, alert, [scenario], "10m")
+    passes(tmp_path, alert, [hour])
+
+
+@pytest.mark.parametrize("alert", KINDS)
+def test_few_are_too_few_in_every_row(tmp_path: Path, alert: str) -> None:
+    """In the short window 2.4 bad requests, and 3.9; of so few that the shares are far beyond."""
+    made, _ = KINDS[alert]
+    series = []
+    for long, samples in (("6h", 3), ("1d", 12), ("3d", 36)):
+        for which, bad in (("two", 2.4), ("four", 3.9)):
+            each = bad / samples
+            series += made(f"{which}-{long}", (9 * each, each, 120))
+    scenario = Scenario("few", series, "10m")
+    for long in ("6h", "1d", "3d"):
+        where = f',long="{long}",model_name=~".*{long}"'
+        scenario.check(alert, f"{119 * 10}m", f"four-{long}", by="model_name", where=where)
+    passes(tmp_path, alert, [scenario], "10m")
+
+
+@pytest.mark.long
+def test_both_windows_of_health_must_burn(tmp_path: Path) -> None:
+    """The same for an average."""
+    series, day = [], 144
+    for long, rate, after in (("6h", 0.006, 9), ("1d", 0.003, 24), ("3d", 0.001, 48)):
+        for which, times in (("under", 0.8), ("over", 1.2)):
+            name = f'probe_success{{job="llmobs-health",instance="{which}-{long}"}}'
+            levels = (1, day), (1 - 5 * rate, day + 48 - after), (1 - times * rate, after)
+            series.append(gauge(name, *levels))
+    scenario = Scenario("after a burn", series, "10m")
+    for long in ("6h", "1d", "3d"):
+        where = f',long="{long}",instance=~".*{long}"'
+        scenario.check(HEALTH, f"{(2 * day + 47) * 10}m", f"over-{long}", where=where)
+    passes(tmp_path, HEALTH, [scenario], "10m")
+    name = 'probe_success{{job="llmobs-health",instance="{}"}}'
+    hour = Scenario(
+        "after a burn",
+        [
+            gauge(name.format("under"), (1, 30), (0.9, 30), (1 - 0.0144 * 0.8, 12)),
+            gauge(name.format("over"), (1, 30), (0.9, 30), (1 - 0.0144 * 1.2, 12)),
+        ],
+    )
+    hour.check(HEALTH, "70m", "over", where=',long="1h"')
+    passes(tmp_path, HEALTH, [hour])
+
+
 def test_health(tmp_path: Path) -> None:
     """A check every 15 s: the fourth failure of an hour is above 1.44%, the third is not."""
 
@@ -195,6 +281,7 @@ def test_health(tmp_path: Path) -> None:
     passes(tmp_path, HEALTH, [scenario], "15s")
 
 
+@pytest.mark.long
 def test_the_long_rows_of_availability(tmp_path: Path) -> None:
     """Three days in order, then 0.1%, 0.295% and 0.5% of errors: as many times the budget, so at
     the same minutes."""
@@ -216,6 +303,7 @@ def test_the_long_rows_of_availability(tmp_path: Path) -> None:
     passes(tmp_path, AVAILABLE, [scenario], "10m")
 
 
+@pytest.mark.long
 def test_the_long_rows_of_health(tmp_path: Path) -> None:
     """A value between 0 and 1 stands for many checks: an average is an average."""
     day = 144
