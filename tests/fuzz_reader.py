@@ -34,7 +34,7 @@ KINDS = [int(kind) for kind in schema.Kind]
 
 def ring(data: "atheris.FuzzedDataProvider", capacity: int, pid: int) -> bytearray:
     info = data.PickValueInList(INFO)
-    header = struct.pack("<8sIIQIIQ", b"LLMOBSR1", 1, SLOT, capacity, pid, len(info), 1)
+    header = struct.pack("<8sIIQIIQ", b"LLMOBSR1", 2, SLOT, capacity, pid, len(info), 1)
     content = bytearray((header.ljust(64, b"\0") + info).ljust(SLOTS_AT, b"\0"))
     number = data.ConsumeIntInRange(0, 3 * capacity)
     slots = bytearray(capacity * SLOT)

@@ -214,7 +214,7 @@ def test_a_file_of_any_bytes(noise: bytes, slots: int, cut: int) -> None:
     """Its header right or not, its length right or not: a ring, or RingError."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.ring"
-        header = struct.pack("<8sIIQIIQ", b"LLMOBSR1", 1, 104, slots, os.getpid(), 0, 1)
+        header = struct.pack("<8sIIQIIQ", b"LLMOBSR1", 2, 104, slots, os.getpid(), 0, 1)
         whole = (header.ljust(SLOTS_AT, b"\0") + noise.ljust(slots * SLOT, b"\0"))[: -cut or None]
         path.write_bytes(whole)
         try:
@@ -233,7 +233,7 @@ def test_a_file_that_says_it_is_larger_than_any_ring(tmp_path: Path, capacity: i
     """Without having a block of it: to look through it would take the reader's memory."""
     path = tmp_path / "a.ring"
     with path.open("wb") as file:
-        file.write(struct.pack("<8sIIQIIQ", b"LLMOBSR1", 1, 104, capacity, 1, 0, 1))
+        file.write(struct.pack("<8sIIQIIQ", b"LLMOBSR1", 2, 104, capacity, 1, 0, 1))
         file.truncate(SLOTS_AT + capacity * SLOT)
     with pytest.raises(RingError, match="its length is not what its header says"):
         Reader(path)
