@@ -32,7 +32,10 @@ PROBES = {
         *("async_engine", "http_edge", "process_inputs", "admit", "refuse", "finish", "abort"),
         *("engine_dead", "beam_search"),
     },
-    "engine_core": {"scheduler", "join", "schedule", "update", "preempt", "leave"},
+    "engine_core": {
+        *("scheduler", "join", "schedule", "update", "preempt", "leave"),
+        *("kv_free", "kv_unpin", "kv_evict", "kv_attempt"),
+    },
     "worker": {"worker", "forward", "sample"},
 }
 
@@ -622,6 +625,32 @@ def test_the_workers_calls_find_their_steps(everything: list[Part]) -> None:
 
 
 # The end
+
+
+BLOCK_BYTES = 2 * 2 * 128 * 2 * 32 * 4
+"""Two layers, keys and values, 128 tokens, two heads of 32 floats of 4 bytes."""
+
+
+def test_all_blocks_of_the_kv_cache_come_back_and_cached_prefixes_are_free(
+    served: Served, everything: list[Part]
+) -> None:
+    figures = served.page.figures()
+    events = figures.by("event", "llmobs_kv_block_events_total")
+    tokens = sum(part.change.total("llmobs_prompt_tokens_total") for part in everything)
+    assert events["allocate"] == events["free"] > tokens / 128
+    blocks = figures.by("state", "llmobs_kv_blocks")
+    assert blocks["used"] == scrape(f"{served.url}/metrics").total("vllm:kv_cache_usage_perc") == 0
+    assert figures.total("llmobs_kv_cache_bytes") == (blocks["free"] + 1) * BLOCK_BYTES
+    assert figures.total("llmobs_kv_allocation_failures_total") == 0
+
+
+def test_each_request_held_as_many_blocks_as_its_tokens_fill(streams: Part) -> None:
+    for request in streams.requests:
+        # The last token is computed by nobody; the step after may have been prepared for.
+        filled = -(-(request["prompt_tokens"] + 48 - 1) // 128)
+        assert request["kv_bytes"] / BLOCK_BYTES in (filled, filled + 1), request
+    counts = streams.change.by("context_bucket", "llmobs_request_kv_bytes_count")
+    assert counts == by_bucket(streams.calls, lambda call: 1)
 
 
 def test_gauges_return_to_zero(served: Served, everything: list[Part]) -> None:

@@ -193,8 +193,12 @@ def test_a_mixed_run_is_told_whole(trace: Open) -> None:
     assert by_length[60].attributes["gen_ai.usage.output_tokens"] == 2000
     cold = [root.attributes["llm.context_bucket"] for root in roots if _cold(root)]
     assert cold.count("0-1k") == 1
-    chunks = next(s for s in _below(by_length[5000]) if s.name == "llm.prefill").events
-    assert sum(about["llm.tokens.computed"] for _, about in chunks) == 5000
+    events = next(s for s in _below(by_length[5000]) if s.name == "llm.prefill").events
+    chunks = [about for name, about in events if name == "llm.prefill.chunk"]
+    assert sum(about["llm.tokens.computed"] for about in chunks) == 5000
+    (taken,) = [about for name, about in events if name == "kv.allocate"]
+    assert taken["llm.kv.blocks"] == 40  # of 128 tokens
+    assert taken["llm.kv.blocks_left"] > 0
     rejected = by_length[None]
     assert rejected.attributes["http.response.status_code"] == 400
     assert rejected.status == 0  # the caller's fault is no error of the server
@@ -323,6 +327,23 @@ def _exemplars(prometheus: str) -> set[str] | None:
     return {e["labels"]["trace_id"] for one in series for e in one["exemplars"]} or None
 
 
+def check_kv(roots: list[Span]) -> None:
+    """What each request took of the cache: blocks of 128 tokens, all its own."""
+    starved = 0
+    for root in roots:
+        taken = lost = 0
+        for span in root.children:
+            for name, about in span.events:
+                starved += name == "kv.starved"
+                if name == "kv.allocate":
+                    taken += about["llm.kv.blocks"]
+                    assert 0 <= about["llm.kv.blocks_left"] <= 23
+            lost += span.attributes.get("llm.kv.blocks_lost", 0)
+        tokens = root.attributes["gen_ai.usage.input_tokens"] + 600 - 1
+        assert taken - lost in (-(-tokens // 128), -(-tokens // 128) + 1), (taken, lost)
+    assert starved >= len(roots) > 0
+
+
 def test_preempted_spans_are_as_many_as_vllm_counts(trace: Open) -> None:
     run = trace(
         "--num-gpu-blocks-override=24", "--no-enable-prefix-caching", "--max-model-len=2048"
@@ -345,6 +366,7 @@ def test_preempted_spans_are_as_many_as_vllm_counts(trace: Open) -> None:
                 assert 0.5 < span.attributes["llm.kv.usage"] <= 1
                 for recompute in span.children:
                     assert recompute.attributes["llm.recompute"] is True
+    check_kv(run.roots(1))
 
 
 def test_a_collector_in_trouble_is_said_once_and_holds_up_nobody(trace: Open) -> None:
