@@ -86,18 +86,18 @@ def traffic(who: str, short: tuple[float, float], long: tuple[float, float]) -> 
     ]
 
 
-def batches(who: str, sizes: list[int], per_minute: int = 600) -> list[Series]:
-    """Steps with these batch sizes in turn, from minute 30 on; before, all of 12."""
+def batches(who: str, sizes: list[int], per_minute: int = 600, calm: int = 12) -> list[Series]:
+    """Steps with these batch sizes in turn, from minute 30 on; before, all of the `calm` size."""
     n = len(sizes)
     each = {"batch_kind": "decode"}
     mean, square = sum(sizes) / n, sum(s * s for s in sizes) / n
     size = "batch_size_distribution"
     return [
         counter(f"{size}_count" + engine(who, **each), *at_30(per_minute, per_minute)),
-        counter(f"{size}_sum" + engine(who, **each), *at_30(12 * per_minute, mean * per_minute)),
+        counter(f"{size}_sum" + engine(who, **each), *at_30(calm * per_minute, mean * per_minute)),
         counter(
             "llmobs_batch_size_squares_total" + engine(who, **each),
-            *at_30(144 * per_minute, square * per_minute),
+            *at_30(calm**2 * per_minute, square * per_minute),
         ),
         counter("llmobs_records_lost_total" + labels(who, process="engine_core"), (0, LONG)),
     ]
@@ -221,10 +221,10 @@ def residuals(who: str, half_slow: bool, per_minute: float = 30) -> list[Series]
     return histogram("llmobs_latency_residual_ratio", of, grid)
 
 
-def cold(who: str, seconds: float) -> list[Series]:
+def cold(who: str, seconds: float, bucket: str = "0-1k") -> list[Series]:
     """One at minute 31."""
     name = "llmobs_cold_start_seconds"
-    of = engine(who, context_bucket="0-1k")
+    of = engine(who, context_bucket=bucket)
     once = ((0, 30), (1, 1), (0, 29))
     return [
         counter(f"{name}_count" + of, *once),
@@ -235,7 +235,7 @@ def cold(who: str, seconds: float) -> list[Series]:
 def lag(who: str, late: float, per_minute: float = 600) -> list[Series]:
     of = lambda **more: labels(who, process="api_server", **more)  # noqa: E731
     grid = [
-        ("0.05", per_minute, per_minute * (1 - late)),
+        ("0.05", per_minute, per_minute * (1 - late) / 2),
         ("0.1", per_minute, per_minute * (1 - late)),
         ("0.3", per_minute, per_minute),
         ("+Inf", per_minute, per_minute),
@@ -409,6 +409,13 @@ CASES = [
     Case(
         "LLMBatchSizeUnstable",
         37,
+        lambda who: batches(who, [1, 4]),
+        lambda who: batches(who, [1, 1, 1, 3], calm=1),
+        note="one and two is no swing",
+    ),
+    Case(
+        "LLMBatchSizeUnstable",
+        37,
         lambda who: batches(who, [4, 20], per_minute=11),
         lambda who: batches(who, [4, 20], per_minute=9),
         note="50 steps in 5 minutes at least",
@@ -436,6 +443,22 @@ CASES = [
         lambda who: steps(who, [*spread(50, 0.15), *spread(800, 0.15)]),
         lambda who: steps(who, [*spread(50, 0.01), *spread(85, 0.01)]),
         note="two humps so near are no trouble",
+    ),
+    # Humps 1.6 apart (as logarithms), 0.4 wide: 0.58. One hump as wide is 0.33.
+    Case(
+        "LLMBatchLatencyBimodal",
+        6,
+        lambda who: steps(who, [*spread(50, 0.4), *spread(248, 0.4)]),
+        lambda who: steps(who, spread(100, 0.9)),
+        note="just two humps",
+    ),
+    # The one twice the other: a variance of (ln 2 / 2)² and a little.
+    Case(
+        "LLMBatchLatencyBimodal",
+        6,
+        lambda who: steps(who, [*spread(50, 0.05), *spread(100, 0.05)]),
+        lambda who: steps(who, [*spread(50, 0.05), *spread(80, 0.05)]),
+        note="just far enough apart",
     ),
     Case(
         "LLMBatchLatencyBimodal",
@@ -472,6 +495,20 @@ CASES = [
         note="the device, nearly full and rising",
     ),
     Case(
+        "LLMMemoryPressure",
+        35,
+        lambda who: [pressure(who, "device", 0.972, 0.9835)],
+        lambda who: [pressure(who, "device", 0.972, 0.98)],
+        note="a hundredth is a rise",
+    ),
+    Case(
+        "LLMMemoryPressure",
+        35,
+        lambda who: [pressure(who, "device", 0.92, 0.975)],
+        lambda who: [pressure(who, "device", 0.9, 0.96)],
+        note="rising, and far from full",
+    ),
+    Case(
         "LLMMemoryPressureCritical",
         32,
         lambda who: [pressure(who, "effective", 0.5, 0.91), preemptions(who, 1), starved(who, 0)],
@@ -485,6 +522,14 @@ CASES = [
         lambda who: [pressure(who, "effective", 0.5, 0.89), preemptions(who, 9), starved(who, 9)],
     ),
     Case("LLMEventLoopLag", 33, lambda who: lag(who, 0.2), lambda who: lag(who, 0.009)),
+    # 1.1% between 0.1 and 0.3 s: P99 is 0.118 s when the 5 minutes are full of it.
+    Case(
+        "LLMEventLoopLag",
+        37,
+        lambda who: lag(who, 0.011),
+        lambda who: lag(who, 0.009),
+        note="a little late",
+    ),
     Case(
         "LLMEventLoopLag",
         33,
@@ -509,6 +554,20 @@ CASES = [
         note="of 50 prefills at least",
     ),
     Case("LLMColdStartSlow", 31, lambda who: cold(who, 0.06), lambda who: cold(who, 0.05)),
+    Case(
+        "LLMColdStartSlow",
+        31,
+        lambda who: cold(who, 0.13, "1k-4k"),
+        lambda who: cold(who, 0.11, "1k-4k"),
+        note="120 ms at 4k",
+    ),
+    Case(
+        "LLMColdStartSlow",
+        31,
+        lambda who: cold(who, 0.85, "4k-32k"),
+        lambda who: cold(who, 0.75, "32k+"),
+        note="800 ms at 32k",
+    ),
     # A third of the time stolen: above 15% of 5 minutes after the third.
     Case("LLMCPUSteal", 38, lambda who: cpu(who, steal=18), lambda who: cpu(who, steal=8.9)),
     Case("LLMCPUSteal", 38, lambda who: cpu(who, steal=18), lambda who: cpu(who, iowait=18)),
@@ -521,6 +580,14 @@ CASES = [
         lambda who: throttled(who, [(0.5, 30), *((2 * 1.5**i, 1) for i in range(30))], 0.1),
         lambda who: throttled(who, [(6, 60)], 0.1),
         note="much but steady is no growth",
+    ),
+    # 6% more each minute are 34% in five: above 1.2 times from the sixth minute on.
+    Case(
+        "LLMCPUThrottled",
+        41,
+        lambda who: throttled(who, [(6, 30), *((6 * 1.06**i, 1) for i in range(1, 31))], 0.1),
+        lambda who: throttled(who, [(6, 30), *((6 * 1.02**i, 1) for i in range(1, 31))], 0.1),
+        note="a fifth more",
     ),
     Case(
         "LLMCPUThrottled",
@@ -554,6 +621,14 @@ CASES = [
         lambda who: cycles(who, 2, idle=12),
         lambda who: cycles(who, 1.49, idle=12),
         by="host",
+    ),
+    Case(
+        "LLMCPIHigh",
+        38,
+        lambda who: cycles(who, 2, idle=30),
+        lambda who: cycles(who, 2, idle=50),
+        by="host",
+        note="half idle is busy enough",
     ),
     Case("LLMNodeLoadHigh", 32, lambda who: loads(who, 3.3), lambda who: loads(who, 3.2)),
     Case(

@@ -5,36 +5,41 @@ from pathlib import Path
 import pytest
 
 from tests.generate.cases import CASES, Case
-from tests.generate.promtool import Scenario, rules, run
+from tests.generate.promtool import Scenario, Series, rules, run
 
 
 def minutes(n: int) -> str:
     return f"{n}m"
 
 
-def triple(case: Case) -> list[Scenario]:
-    """Silent a minute before, firing on the minute; the twin silent then and later. And both at
-    once, the twin with a scrape gap and a restart in it."""
-    title = f"{case.alert} {case.note}".strip()
-    loud = Scenario(title, case.loud("loud"))
-    loud.check(case.alert, minutes(case.at - 1), by=case.by)
-    loud.check(case.alert, minutes(case.at), "loud", by=case.by)
-    twin = Scenario(f"{title}: the twin", case.quiet("quiet"))
-    for later in (0, 1, 5, 10):
-        twin.check(case.alert, minutes(case.at + later), by=case.by)
+def add(scenario: Scenario, number: int, case: Case) -> list[Series]:
+    """Four servers at once: one that must fire, its twin that must not, and both again with failed
+    scrapes, the twin with a restart as well."""
+    loud, quiet, torn, again = (f"{who}{number}" for who in ("loud", "quiet", "torn", "again"))
     gap = case.at - 3
-    both = Scenario(
-        f"{title}: two at once, gaps, a restart",
-        [s.gap(gap - 20, 2) if gap > 20 else s for s in case.loud("loud")]
-        + [s.reset(max(gap - 1, 1)).gap(gap) for s in case.quiet("quiet")],
-    )
-    both.check(case.alert, minutes(case.at + 1), "loud", by=case.by)
-    both.check(case.alert, minutes(case.at + 5), "loud", by=case.by)
-    return [loud, twin, both]
+
+    def check(at: int, who: str, *firing: str) -> None:
+        scenario.check(case.alert, minutes(at), *firing, by=case.by, where=f',{case.by}=~"{who}"')
+
+    check(case.at - 1, loud)
+    check(case.at, loud, loud)
+    for later in (0, 1, 5, 10):
+        check(case.at + later, f"{quiet}|{again}")
+    for later in (1, 5):
+        check(case.at + later, torn, torn)
+    return [
+        *case.loud(loud),
+        *case.quiet(quiet),
+        *(s.gap(gap - 20, 2) if gap > 20 else s for s in case.loud(torn)),
+        *(s.reset(max(gap - 1, 1)).gap(gap) for s in case.quiet(again)),
+    ]
 
 
 @pytest.mark.parametrize("alert", sorted({case.alert for case in CASES}))
 def test_on_the_minute(tmp_path: Path, alert: str) -> None:
-    scenarios = [s for case in CASES if case.alert == alert for s in triple(case)]
-    done = run(tmp_path, rules(alert), scenarios)
-    assert done.returncode == 0, done.stdout + done.stderr
+    scenario = Scenario(alert, [])
+    cases = [case for case in CASES if case.alert == alert]
+    scenario.series = [s for n, case in enumerate(cases) for s in add(scenario, n, case)]
+    done = run(tmp_path, rules(alert), [scenario])
+    notes = "\n".join(f"{n}: {case.note}" for n, case in enumerate(cases))
+    assert done.returncode == 0, notes + done.stdout + done.stderr
