@@ -378,7 +378,7 @@ CASES = [
     Case(
         "LLMLongContextSurge",
         93,
-        lambda who: surge(who, 0, 0.2),
+        lambda who: surge(who, 0, 0.2, per_minute=24),
         lambda who: surge(who, 0, 0.2, per_minute=19),
         by="model_name",
         note="from nothing; under 100 requests it is noise",
@@ -390,6 +390,14 @@ CASES = [
         lambda who: surge(who, 0.005, 0.019, per_minute=4000),
         by="model_name",
         note="2% are the least",
+    ),
+    Case(
+        "LLMLongContextSurge",
+        97,
+        lambda who: surge(who, 0.1, 0.19, per_minute=30),
+        lambda who: surge(who, 0.1, 0.17, per_minute=30),
+        by="model_name",
+        note="3.7 sigma and 2.9",
     ),
     Case(
         "LLMLongContextSurge",
