@@ -177,17 +177,17 @@ def process(name: str, who: str, before: float, after: float, **more: str) -> Se
     return counter(name + labels(who, **more), *at_30(before, after))
 
 
-def streams(who: str, tokens_per_second: float, running: float) -> list[Series]:
-    bucket = {"context_bucket": "1k-4k"}
+def streams(
+    who: str, tokens_per_second: float, running: float, bucket: str = "1k-4k", before: float = 300
+) -> list[Series]:
+    """Tokens per second of all streams of a length, before and after minute 30."""
+    of = {"context_bucket": bucket}
     return [
         counter(
-            "llmobs_generated_tokens_total" + labels(who, **bucket),
-            *at_30(300 * 60, tokens_per_second * 60),
+            "llmobs_generated_tokens_total" + labels(who, **of),
+            *at_30(before * 60, tokens_per_second * 60),
         ),
-        gauge(
-            "llmobs_requests" + engine(who, state="running", **bucket),
-            (running, LONG + 1),
-        ),
+        gauge("llmobs_requests" + engine(who, state="running", **of), (running, LONG + 1)),
     ]
 
 
@@ -335,6 +335,38 @@ CASES = [
         by="model_name",
         note="idle is not slow",
     ),
+    Case(
+        "LLMStreamThroughputLow",
+        40,
+        lambda who: streams(who, 45, 8, "0-1k"),
+        lambda who: streams(who, 47, 8, "0-1k"),
+        by="model_name",
+        note="46.08 at 1k",
+    ),
+    Case(
+        "LLMStreamThroughputLow",
+        40,
+        lambda who: streams(who, 20, 8, "0-1k"),
+        lambda who: streams(who, 20, 7, "0-1k"),
+        by="model_name",
+        note="idle at 1k",
+    ),
+    Case(
+        "LLMStreamThroughputLow",
+        40,
+        lambda who: streams(who, 1470, 8, "4k-32k", 2000),
+        lambda who: streams(who, 1480, 8, "32k+", 2000),
+        by="model_name",
+        note="1474.56 at 32k",
+    ),
+    Case(
+        "LLMStreamThroughputLow",
+        37,
+        lambda who: streams(who, 100, 8, "32k+", 2000),
+        lambda who: streams(who, 100, 7, "4k-32k", 2000),
+        by="model_name",
+        note="idle at 32k",
+    ),
     # 40 of 60 asked for: (55·k + 40·(5 − k))/5 < 50 from the second minute on.
     Case(
         "LLMCapacityLow",
@@ -351,6 +383,14 @@ CASES = [
         by="model_name",
         note="low demand is no breach",
     ),
+    Case(
+        "LLMCapacityLow",
+        37,
+        lambda who: capacity(who, 60, 40),
+        lambda who: capacity(who, 40, 20),
+        by="model_name",
+        note="less is asked for than promised",
+    ),
     # +150% at minute 90, over 2 minutes: 1.75 × after one, 2.5 × after two.
     Case(
         "LLMTrafficBurst",
@@ -366,6 +406,14 @@ CASES = [
         lambda who: traffic(who, (2, 55), (0, 0)),
         by="model_name",
         note="a request a second is no burst",
+    ),
+    Case(
+        "LLMTrafficBurst",
+        97,
+        lambda who: traffic(who, (30, 75), (0, 0)),
+        lambda who: traffic(who, (2, 55), (0, 0)),
+        by="model_name",
+        note="just above one a second",
     ),
     # 10% of long contexts become 20%: the share of 5 minutes is above 15% after the third minute.
     Case(
