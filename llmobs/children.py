@@ -8,7 +8,9 @@ import weakref
 
 LOOKS = 50
 LOOK_SECONDS = 0.01
-"""A child's sentinel goes a little before it can be waited for."""
+TURNS = 20
+"""A child's sentinel goes before it can be waited for: a little, but for one with much memory on a
+busy machine. So often so many looks are taken."""
 
 
 class Children:
@@ -16,6 +18,7 @@ class Children:
 
     def __init__(self) -> None:
         self._known: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._turns: dict[int, int] = {}
         self._told: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
 
     def wait(self, seconds: float) -> dict[int, int]:
@@ -39,9 +42,13 @@ class Children:
         ready = multiprocessing.connection.wait(list(sentinels), seconds)
         ended = {}
         for pid in [sentinels[sentinel] for sentinel in ready if isinstance(sentinel, int)]:
-            child = self._known.pop(pid)
-            self._told.add(child)
+            child = self._known[pid]
             code = _exit_code(child)
+            self._turns[pid] = self._turns.get(pid, 0) + 1
+            if code is None and self._turns[pid] < TURNS:
+                continue
+            del self._known[pid], self._turns[pid]
+            self._told.add(child)
             if code is not None:
                 ended[pid] = code
         return ended

@@ -76,6 +76,38 @@ def test_an_end_is_told_once_and_cuts_the_waiting_short() -> None:
     other.join()
 
 
+def test_one_that_takes_long_to_die_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are closed, and it is not there to be waited for yet."""
+    process = child(time.sleep, 60)
+    children = Children()
+    assert children.wait(0.0) == {}
+    process.kill()
+    real, calls = os.waitid, 0
+
+    def waitid(*arguments: int) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if calls < 120 else real(*arguments)
+
+    monkeypatch.setattr(os, "waitid", waitid)
+    monkeypatch.setattr("llmobs.children.LOOK_SECONDS", 0.001)
+    assert [children.wait(5.0) for _ in range(3)] == [{}, {}, {process.pid: -9}]
+    process.join()
+
+
+def test_one_that_nobody_can_wait_for_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = child(time.sleep, 60)
+    children = Children()
+    assert children.wait(0.0) == {}
+    process.kill()
+    monkeypatch.setattr(os, "waitid", lambda *_: None)
+    monkeypatch.setattr("llmobs.children.LOOK_SECONDS", 0.0)
+    assert [children.wait(5.0) for _ in range(20)] == [{}] * 20
+    assert children._known == children._turns == {}
+    assert children.wait(0.0) == {}
+    process.join()
+
+
 def test_one_that_its_maker_closed_is_let_go() -> None:
     children = Children()
     process = child(time.sleep, 0.1)

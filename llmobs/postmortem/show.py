@@ -12,9 +12,9 @@ from rich.text import Text
 
 from llmobs.postmortem.case import Case
 from llmobs.postmortem.cause import NAMES, Cause, clock, ending, name, size
-from llmobs.postmortem.trend import Column, columns
+from llmobs.postmortem.trend import STRETCH, Column, columns
 
-WIDTH = 110
+WIDTH = 120
 LISTED = 8
 """So many requests are shown one by one."""
 
@@ -185,7 +185,8 @@ def _trend(console: Console, case: Case) -> None:
     shown: list[Column] = columns(case.scene, case.samples)
     if not shown:
         return
-    title = f"The last {len(shown[0].values) * 5} s, until {clock(case.scene['at'])}"
+    last = len(shown[0].values) * STRETCH
+    title = f"The last {last} s, by {STRETCH} s, until {clock(case.scene['at'])}"
     table = _table(title, *(column.title for column in shown), left=1)
     for row in zip(*(column.values for column in shown), strict=True):
         table.add_row(*row)

@@ -27,7 +27,7 @@ def columns(scene: Figures, samples: list[Figures]) -> list[Column]:
         return []
     count = len(stretches)
     begins = [(i - count) * STRETCH for i in range(count)]
-    found = [Column("seconds", [f"{b} to {b + STRETCH}" for b in begins])]
+    found = [Column("from s", [str(begin) for begin in begins])]
     found += [Column(title, [cell(s) for s in stretches]) for title, cell in STEPS.items()]
     if not any(second["preemptions"] for second in seconds):
         found = [column for column in found if column.title != "preempted"]

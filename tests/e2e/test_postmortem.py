@@ -67,8 +67,13 @@ class Crash:
         self.last_token = time.time() - time.monotonic() + last
 
     def _flowing(self) -> bool:
+        """And the agent has written it down, as it does every second."""
         told = self.bench.totals()
-        return told["received"] == CALLS and told["generated tokens"] > 100
+        if told["received"] < CALLS or told["generated tokens"] < 100:
+            return False
+        (record,) = self.volume.glob("*.flight.json")
+        in_flight = json.loads(record.read_text())["scene"]["in_flight"]
+        return in_flight == {"0-1k": {"decode": AT_ONCE, "queue": CALLS - AT_ONCE}}
 
     def _wait(self) -> None:
         """Until all of the server and of ours is gone."""
