@@ -20,11 +20,12 @@ EXIT_CODE_AT = 60
 
 class Endings:
     """`told` has, by the pid that a process calls itself: its exit code, or minus the signal, and
-    when that was seen (Unix seconds)."""
+    when it was first seen to be dead (Unix seconds): the kernel tells only once it was reaped."""
 
     def __init__(self) -> None:
         self.told: dict[int, tuple[int, float]] = {}
         self._held: dict[int, int] = {}
+        self._dead: dict[int, float] = {}
         self._known: set[str] = set()
 
     def look(self, run: Run) -> None:
@@ -33,6 +34,8 @@ class Endings:
             if name not in self._known:
                 self._known.add(name)
                 self._hold(source)
+            if not source.alive:
+                self._dead.setdefault(source.reader.pid, time.time())
         for pid, descriptor in list(self._held.items()):
             try:
                 code = exit_code(descriptor)
@@ -40,7 +43,7 @@ class Endings:
                 self._let_go(pid)
                 continue
             if code is not None:
-                self.told[pid] = code, time.time()
+                self.told[pid] = code, self._dead.get(pid, time.time())
                 self._let_go(pid)
 
     def _hold(self, source: Source) -> None:

@@ -41,6 +41,27 @@ def test_exit_codes_and_signals(tmp_path: Path) -> None:
     assert not found._held
 
 
+def test_the_moment_is_that_of_its_death_not_of_whoever_reaps_it(tmp_path: Path) -> None:
+    process = dying(tmp_path, "worker")
+    run = Run(tmp_path)
+    run.poll()
+    found = Endings()
+    found.look(run)
+    process.kill()
+    killed_at = time.time()
+    while next(iter(run.sources.values())).alive:
+        run.poll()
+        time.sleep(0.01)
+    found.look(run)
+    seen_at = time.time()
+    assert found.told == {}
+    time.sleep(0.2)
+    process.wait()
+    found.look(run)
+    assert bool(found.told) == TELLS
+    assert all(killed_at <= at <= seen_at for _, at in found.told.values())
+
+
 def test_a_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = dying(tmp_path, "worker")
     run = Run(tmp_path)
