@@ -320,7 +320,8 @@ class Reader:
         newest = self.newest()
         if newest <= self.position:
             return 0
-        if head > self.position and newest >= self.position + self.capacity - 1:
+        lap = self.position + self.capacity
+        if newest >= lap or (head > self.position and newest == lap - 1):
             # Overrun. Leave the writer an eighth of the ring, or it would overrun us again at once.
             target = max(newest - self.capacity + self.capacity // 8 + 1, self.position + 1)
             skipped = target - self.position

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmobs.ring import Reader, RingError, Writer
@@ -129,6 +129,7 @@ def splash(path: Path, capacity: int, splashes: list[tuple[int, bytes]]) -> set[
 
 
 @given(st.integers(1, 60), st.integers(1, 150), SPLASHES, st.integers(0, 60))
+@example(2, 17, [(0, b"\x00")], 0)  # overrun, and damaged just where the reader stands
 @ANY
 def test_damage_costs_what_it_damaged_and_is_over_after_one_round(
     capacity: int, count: int, splashes: list[tuple[int, bytes]], read_before: int
