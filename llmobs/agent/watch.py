@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -51,10 +50,12 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     settings = read_settings()
-    stop = threading.Event()
+    # No Event: to set one takes a lock, and the thread that the signal interrupts may have it; it
+    # would wait for itself, for ever.
+    told_to_end: list[int] = []
 
     def ended(signum: int, frame: FrameType | None) -> None:
-        stop.set()
+        told_to_end.append(signum)
 
     signal.signal(signal.SIGTERM, ended)
     signal.signal(signal.SIGINT, ended)
@@ -81,7 +82,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
     began = time.monotonic()
     gone_since: float | None = None
     failing = False
-    while not stop.is_set():
+    while not told_to_end:
         try:
             busy = run.poll()
             failing = False
@@ -105,7 +106,7 @@ def watch(folder: Path, lock: int, stay: bool = False) -> int:
                 break
         if superseded(lock, folder / AGENT_LOCK):
             break
-        stop.wait(POLL_SECONDS if busy < 4096 else 0.001)
+        time.sleep(POLL_SECONDS if busy < 4096 else 0.001)
     if metrics is not None:
         metrics.close()
     if run.requests.traces is not None:

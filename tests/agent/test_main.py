@@ -176,6 +176,16 @@ def test_a_second_one_leaves_at_once(folder: Path, start: Any) -> None:
     assert first.poll() is None
 
 
+def test_told_to_end_again_and_again(folder: Path, start: Any) -> None:
+    """Signals come while an earlier one is being taken, and at any moment of its waiting."""
+    server(start, folder)
+    watching = agent(start, folder)
+    state(folder, watching.pid)
+    for _ in range(2000):
+        watching.send_signal(signal.SIGTERM)
+    assert watching.wait(20) == 0
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it(folder: Path, start: Any, how: signal.Signals) -> None:
     server(start, folder)
