@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test stack mutations shapes versions lint docs bench chaos postmortems clean debian
+.PHONY: demo test stack paging mutations shapes versions lint docs bench chaos postmortems clean debian
 .DEFAULT_GOAL := demo
 
 # torch first: asked for by another package, pip would take a CUDA build of several GB. The builds of
@@ -101,6 +101,10 @@ chaos: $(READY)
 # Ten minutes, as root: kills servers in every way, and looks at what is told of it afterwards.
 postmortems: $(READY)
 	$(BIN)/python -m pytest -m long tests/e2e/test_postmortem.py
+
+# A person is paged: real vLLM, agent, Prometheus and Alertmanager, on a machine that is not busy.
+paging: $(READY) debian
+	$(BIN)/python -m pytest -m long tests/e2e/test_paging.py
 
 clean:
 	rm -rf $(VENV) .venv-$(OLD) .versions .demo
