@@ -1,7 +1,6 @@
 """One cause pages once: a real Alertmanager is told of several alerts, and says which it holds."""
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,12 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import free_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def call(url: str, body: Any = None) -> Any:
