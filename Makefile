@@ -18,12 +18,13 @@ $(READY): pyproject.toml requirements/vllm.txt requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt --editable '.[otel,generate]'
 	touch $@
 
-# The servers that the alerts are tested on; a compiler for the wall clock that a test sets.
+# The servers that the alerts are tested on; a compiler for the wall clock that a test sets. What
+# docker-compose recommends is all of docker, which nothing here runs.
 DEBIAN := prometheus prometheus-alertmanager prometheus-blackbox-exporter docker-compose gcc libc6-dev
 debian:
 	for tool in promtool amtool prometheus-blackbox-exporter docker-compose gcc; do \
 		command -v $$tool >/dev/null && continue; \
-		apt-get update -qq && apt-get install -qq -y $(DEBIAN); break; \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends $(DEBIAN); break; \
 	done
 
 demo: $(READY)
